@@ -1,0 +1,59 @@
+"""The exceptions that odc raises on purpose.
+
+Each one also inherits from the built-in class that fits its cause: `ValueError` where the caller's
+input must change, `RuntimeError` where the moment or the machine is at fault. Code that knows
+nothing of odc can therefore still catch them by their built-in kind.
+"""
+
+from pathlib import Path
+
+
+class OdcError(Exception):
+    """Base of every error that odc raises on purpose."""
+
+
+class ConfigError(OdcError, ValueError):
+    """A configuration value is missing, misspelt or not allowed.
+
+    Attributes:
+        problems: One message for each wrong field; all of them are shown together.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class DataError(OdcError, ValueError):
+    """The training text cannot be read, or there is too little of it."""
+
+
+class BudgetError(OdcError, ValueError):
+    """Something does not fit the memory it was given."""
+
+
+class PageIOError(OdcError, RuntimeError):
+    """A page could not be read from, or written to, its home.
+
+    Attributes:
+        page: Number of the page, as in the trace's `pages.arrow`.
+        path: File that the page lives in; `None` where its home is host memory.
+    """
+
+    def __init__(self, message: str, *, page: int, path: str | Path | None = None) -> None:
+        self.page = page
+        self.path = None if path is None else Path(path)
+        where = "" if path is None else f" in {path}"
+        super().__init__(f"page {page}{where}: {message}")
+
+
+class PagedGradientError(OdcError, RuntimeError):
+    """`p.grad` of a paged parameter was used where it does not hold the right values."""
+
+
+class CheckpointError(OdcError, RuntimeError):
+    """A checkpoint is incomplete, damaged, or belongs to another model."""
+
+
+class PredictorMismatchError(OdcError, ValueError):
+    """A predictor was trained for another model than the one that runs."""
