@@ -61,14 +61,24 @@ def whole(minimum: int, maximum: int | None = None) -> Check:
     return Check(allowed=f"a whole number, {span}", parse=parse)
 
 
-def number(minimum: float, maximum: float = math.inf, *, open_below: bool = False) -> Check:
-    """A finite number from `minimum` (left out with `open_below`) to `maximum`."""
+def number(
+    minimum: float,
+    maximum: float = math.inf,
+    *,
+    open_below: bool = False,
+    open_above: bool = False,
+) -> Check:
+    """A finite number from `minimum` to `maximum`; an open end does not belong to them."""
     low = f"above {minimum:g}" if open_below else f"at least {minimum:g}"
     high = "" if maximum == math.inf else f" and at most {maximum:g}"
+    if open_above:
+        high = f" and below {maximum:g}"
 
     def parse(value: Any) -> float:
         result = _as_float(value)
-        if result < minimum or result > maximum or (open_below and result == minimum):
+        if result < minimum or result > maximum:
+            raise ValueError
+        if (open_below and result == minimum) or (open_above and result == maximum):
             raise ValueError
         return result
 

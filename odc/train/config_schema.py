@@ -1,84 +1,18 @@
 """The sections of `config.yaml`: every key, its default, and what it may be.
 
-A section is a keyword-only dataclass whose fields are validated whenever they are set, from YAML
-and from Python alike, until `freeze` ends all changes. A key that has no effect yet is accepted,
-says so in `Config.notices()`, and is marked in the resolved file.
+A key that has no effect yet is declared `inactive`: it is accepted, says so in `Config.notices()`,
+and is marked in the resolved file. What must hold between keys stands in each section's `problems`.
 """
 
-import dataclasses
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from odc.errors import ConfigError
 from odc.train import config_checks as checks
-from odc.train.config_checks import Check
+from odc.train.config_section import Section, setting
 
-_MIB = 1024 * 1024
-FRAME_BYTES = 2 * _MIB
-
-
-def setting(default: Any, check: Check, *, inactive: bool | tuple[Any, ...] = False) -> Any:
-    """Declares one key.
-
-    Args:
-        default: Value where the key is not given.
-        check: What the key may be.
-        inactive: `True` where the key has no effect yet, or the values that have none.
-    """
-    return dataclasses.field(default=default, metadata={"check": check, "inactive": inactive})
-
-
-@dataclass(kw_only=True)
-class Section:
-    """Keys under one heading; setting one validates it, or raises `ConfigError`."""
-
-    heading: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        named = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
-        object.__setattr__(self, "_explicit", named)
-        object.__setattr__(self, "_frozen", False)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        path = f"{self.heading}.{name}"
-        if self.__dict__.get("_frozen", False):
-            raise ConfigError(f"{path}: set after the run started; set it before, or in a new run")
-        object.__setattr__(self, name, self._parsed(path, name, value))
-        if "_explicit" in self.__dict__:
-            self.__dict__["_explicit"].add(name)
-
-    def is_explicit(self, name: str) -> bool:
-        """Returns whether the user named this key (as against its default)."""
-        return name in self.__dict__["_explicit"]
-
-    def derive(self, name: str, value: Any) -> None:
-        """Sets a key that follows from others, unless the user named it."""
-        if not self.is_explicit(name):
-            object.__setattr__(self, name, value)
-
-    def freeze(self) -> None:
-        """Ends all changes: from here on setting a key raises `ConfigError`."""
-        object.__setattr__(self, "_frozen", True)
-
-    def _parsed(self, path: str, name: str, value: Any) -> Any:
-        field = self.__dataclass_fields__.get(name)
-        if field is None:
-            guess = checks.nearest(name, tuple(self.__dataclass_fields__))
-            hint = f"; did you mean {self.heading}.{guess}?" if guess else ""
-            raise ConfigError(f"{path}: unknown key{hint}")
-        check: Check = field.metadata["check"]
-        try:
-            return check.parse(value)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-        except ValueError as error:
-            reason = "" if _is_conversion(error) else str(error)
-            raise ConfigError(check.refuse(path, value, reason)) from error
-
-
-def _is_conversion(error: ValueError) -> bool:
-    """Python's own words about a failed `float(...)` add nothing for the reader."""
-    return str(error).startswith("could not convert")
+FRAME_BYTES = 2 * 1024 * 1024
 
 
 @dataclass(kw_only=True)
@@ -149,3 +83,239 @@ class ModelConfig(Section):
                 f"allowed: at most model.num_experts {self.num_experts}"
             )
         return found
+
+
+@dataclass(kw_only=True)
+class DataConfig(Section):
+    """Which text to train on, and how it is cut into tokens."""
+
+    heading: ClassVar[str] = "data"
+
+    corpus: Sequence[str] = setting(("stdlib",), checks.one_or_more(checks.text()))
+    extensions: Sequence[str] = setting(
+        (".txt", ".md", ".rst", ".py"), checks.list_of(checks.text())
+    )
+    max_bytes: int | None = setting(None, checks.optional(checks.size(minimum=1)))
+    eval_fraction: float = setting(0.05, checks.number(0, 0.5, open_below=True))
+    vocab_size: int = setting(4096, checks.whole(258, 1 << 20))
+    cache_dir: str | None = setting(None, checks.optional(checks.text()))
+
+
+@dataclass(kw_only=True)
+class TrainConfig(Section):
+    """Length and shape of the run."""
+
+    heading: ClassVar[str] = "train"
+
+    task: str = setting("pretrain", checks.choice("pretrain", later=("sft", "dpo", "grpo")))
+    steps: int = setting(1000, checks.whole(1))
+    seed: int = setting(0, checks.whole(0, (1 << 63) - 1))
+    seq_len: int = setting(256, checks.whole(1))
+    micro_batch: int = setting(8, checks.whole(1))
+    accumulate: int = setting(1, checks.whole(1))
+    eval_every: int | None = setting(None, checks.optional(checks.whole(1)))
+    eval_batches: int = setting(8, checks.whole(1))
+    log_every: int = setting(10, checks.whole(1))
+    threads: int | None = setting(None, checks.optional(checks.whole(1), off="auto"))
+    activation_checkpointing: bool = setting(False, checks.flag())
+    dtype: str = setting("float32", checks.choice("float32"))
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads: `auto` leaves one core to the page transfers."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Section):
+    """The optimizer, its schedule, and when it runs."""
+
+    heading: ClassVar[str] = "optimizer"
+
+    name: str = setting("adamw", checks.choice("adamw"))
+    lr: float = setting(3e-4, checks.number(0, open_below=True))
+    betas: Sequence[float] = setting(
+        (0.9, 0.95), checks.list_of(checks.number(0, 1, open_above=True), length=2)
+    )
+    eps: float = setting(1e-8, checks.number(0, open_below=True))
+    weight_decay: float = setting(0.1, checks.number(0))
+    max_grad_norm: float | None = setting(None, checks.optional(checks.number(0, open_below=True)))
+    where: str = setting(
+        "device", checks.choice("device", "home", "auto"), inactive=("home", "auto")
+    )
+    update: str | None = setting(
+        None, checks.optional(checks.choice("backward", "step"), off="auto")
+    )
+    schedule: str = setting("constant", checks.choice("constant", "cosine", "linear"))
+    warmup_steps: int = setting(0, checks.whole(0))
+    min_lr_ratio: float = setting(0.1, checks.number(0, 1))
+
+    def resolve(self) -> None:
+        """Updates run in backward unless the global gradient norm must be known first."""
+        self.derive("update", "backward" if self.max_grad_norm is None else "step")
+
+    def problems(self) -> list[str]:
+        """Returns what does not fit together in this section."""
+        if self.update == "backward" and self.max_grad_norm is not None:
+            return [
+                "optimizer.update: got 'backward' with optimizer.max_grad_norm "
+                f"{self.max_grad_norm:g}; allowed: step (clipping needs the norm of all gradients, "
+                "which is known only after backward; backward would have used them by then)"
+            ]
+        return []
+
+
+@dataclass(kw_only=True)
+class MemoryConfig(Section):
+    """What the device may hold, where the rest lives, and who decides."""
+
+    heading: ClassVar[str] = "memory"
+
+    total_mem: int | None = setting(
+        None, checks.optional(checks.size(minimum=FRAME_BYTES), off="unlimited")
+    )
+    page_budget: int | None = setting(
+        None, checks.optional(checks.size(minimum=FRAME_BYTES), also=("unlimited",))
+    )
+    page_size: int = setting(256 << 20, checks.size(minimum=FRAME_BYTES, multiple_of=FRAME_BYTES))
+    home: str = setting("host", checks.choice("host", "disk"))
+    home_dir: str | None = setting(None, checks.optional(checks.text()))
+    evict_strategy: str = setting(
+        "cost_aware",
+        checks.choice("lru", "cost_aware", "belady", later=("mru", "fifo", "lfu", "gdsf", "auto")),
+    )
+    prefetch: str = setting(
+        "popularity",
+        checks.choice(
+            "none", "next_k", "replay", "popularity", "predictor", "oracle", later=("auto",)
+        ),
+    )
+    predictor: str = setting("none", checks.choice("none", "sklearn", "lstm"))
+    predictor_path: str | None = setting(None, checks.optional(checks.text()))
+    oracle_trace: str | None = setting(None, checks.optional(checks.text()))
+    page_prefetch: int | None = setting(None, checks.optional(checks.whole(0), off="auto"))
+    prefetch_window: int | None = setting(None, checks.optional(checks.whole(0), off="auto"))
+    max_items: int | None = setting(None, checks.optional(checks.whole(1), off="auto"))
+    link_bandwidth: int | None = setting(None, checks.optional(checks.rate()))
+
+    def resolve(self) -> None:
+        """Naming a predictor means to use it."""
+        self.derive("prefetch", "popularity" if self.predictor == "none" else "predictor")
+
+    def problems(self) -> list[str]:
+        """Returns what does not fit together in this section."""
+        return self._predictor_problems() + self._oracle_problems() + self._size_problems()
+
+    def _predictor_problems(self) -> list[str]:
+        if self.predictor == "none":
+            found = []
+            if self.prefetch == "predictor":
+                found.append(
+                    "memory.predictor: got 'none' with memory.prefetch predictor; "
+                    "allowed: sklearn, lstm"
+                )
+            if self.predictor_path is not None:
+                found.append(
+                    f"memory.predictor_path: got {self.predictor_path!r} with memory.predictor "
+                    "none; name the predictor (sklearn, lstm) or leave the path out"
+                )
+            return found
+        found = []
+        if self.prefetch != "predictor":
+            found.append(
+                f"memory.prefetch: got {self.prefetch!r} with memory.predictor {self.predictor}; "
+                "allowed: predictor (or leave memory.prefetch out)"
+            )
+        if self.predictor_path is None:
+            found.append(
+                f"memory.predictor_path: missing with memory.predictor {self.predictor}; "
+                "allowed: a folder made by `odc predictor train`"
+            )
+        return found
+
+    def _oracle_problems(self) -> list[str]:
+        readers = [
+            f"{key} {value}"
+            for key, value, wanted in (
+                ("memory.prefetch", self.prefetch, "oracle"),
+                ("memory.evict_strategy", self.evict_strategy, "belady"),
+            )
+            if value == wanted
+        ]
+        if readers and self.oracle_trace is None:
+            return [
+                f"memory.oracle_trace: missing with {' and '.join(readers)}; "
+                "allowed: a run directory whose trace is the future to follow"
+            ]
+        if self.oracle_trace is not None and not readers:
+            return [
+                f"memory.oracle_trace: got {self.oracle_trace!r}, which nothing reads; set "
+                "memory.prefetch oracle or memory.evict_strategy belady, or leave it out"
+            ]
+        return []
+
+    def _size_problems(self) -> list[str]:
+        if self.total_mem is None or self.page_budget is None:
+            return []
+        if self.page_budget <= self.total_mem:
+            return []
+        return [
+            f"memory.page_budget: got {self.page_budget} bytes; "
+            f"allowed: at most memory.total_mem, {self.total_mem} bytes"
+        ]
+
+
+@dataclass(kw_only=True)
+class ShardingConfig(Section):
+    """How groups are divided among ranks."""
+
+    heading: ClassVar[str] = "sharding"
+
+    shard_granularity: str = setting("block", checks.choice("element", "block"), inactive=True)
+    dbuffer_size: int = setting(
+        256 << 20, checks.size(minimum=FRAME_BYTES, power_of_two=True), inactive=True
+    )
+    planning_algorithm: str = setting("greedy", checks.choice("greedy", "optimal"), inactive=True)
+    max_buffers: int | None = setting(
+        None, checks.optional(checks.whole(1), off="auto"), inactive=True
+    )
+
+
+@dataclass(kw_only=True)
+class CommunicationConfig(Section):
+    """Which parameters communicate first, and how much of it may overlap compute."""
+
+    heading: ClassVar[str] = "communication"
+
+    priority_buckets: int | Sequence[Sequence[str]] = setting(
+        3,
+        checks.either(checks.whole(1), checks.list_of(checks.list_of(checks.pattern()))),
+        inactive=True,
+    )
+    overlap_factor: float = setting(0.8, checks.number(0, 1), inactive=True)
+
+
+@dataclass(kw_only=True)
+class ProfilerConfig(Section):
+    """What a run records."""
+
+    heading: ClassVar[str] = "profiler"
+
+    trace_interval: int = setting(100, checks.whole(1))
+    metrics: Sequence[str] = setting(
+        ("comm_vol", "mem_footprint"),
+        checks.list_of(checks.choice("comm_vol", "mem_footprint"), may_be_empty=True),
+    )
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig(Section):
+    """When to save, where, and how many to keep."""
+
+    heading: ClassVar[str] = "checkpoint"
+
+    every: int | None = setting(None, checks.optional(checks.whole(1)))
+    dir: str | None = setting(None, checks.optional(checks.text()))
+    keep: int = setting(2, checks.whole(1))
