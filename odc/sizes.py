@@ -8,7 +8,7 @@ are powers of 1024.
 
 import math
 import re
-from decimal import Decimal
+from fractions import Fraction
 
 from odc.errors import ConfigError
 
@@ -71,7 +71,7 @@ def _parse(value: int | float | str, *, rate: bool) -> int:
     if unit is None or (unit[2] and not unit[1]):
         raise _refused(value, rate=rate)
     base = 1000 if rate and not unit[2] else 1024
-    num_bytes = Decimal(match[1]) * base ** _POWERS[unit[1].lower()]
+    num_bytes = Fraction(match[1]) * base ** _POWERS[unit[1].lower()]
     if not unit[1] and num_bytes != int(num_bytes):
         raise _refused(value, rate=rate)
     return round(num_bytes)
