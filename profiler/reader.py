@@ -7,30 +7,33 @@ onto the first session's, and a step that was done twice is taken from the sessi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from profiler.errors import TraceError
+from profiler.layout import (
+    empty_pages,
+    list_pages,
+    list_segments,
+    rank_dir,
+    read_json,
+    read_pages,
+)
 from profiler.merge import Table, action_steps, concatenate, latest_rows, num_rows, select
 from profiler.scan import Batch, Segment, check_version, scan_segment
 from profiler.schema import (
     ACTIONS,
     COMM,
-    FORMAT_MAJOR,
     MEM,
     NEED,
-    PAGE_COLUMNS,
     STEP,
     STREAMS,
     Stream,
 )
-from profiler.writer import list_pages, list_segments, rank_dir
 
 _REBOOT_NS = 60 * 10**9
 
@@ -117,8 +120,8 @@ class TraceReader:
         found = list_pages(rank_dir(self.trace_dir, rank)) if rank else []
         found = found or list_pages(self.trace_dir)
         if not found:
-            return {name: np.empty(0, _page_dtype(kind)) for name, kind in PAGE_COLUMNS.items()}
-        return _read_pages(found[-1][1])
+            return empty_pages()
+        return read_pages(found[-1][1])
 
     # Health.
 
@@ -142,11 +145,19 @@ class TraceReader:
     @property
     def dropped_events(self) -> int:
         """Events that the recorders of all ranks could not keep."""
+        return sum(int(m.get("dropped_events", 0)) for m in self._manifests())
+
+    @property
+    def process_groups(self) -> dict[str, list[int]]:
+        """Ranks of each `pg` number of the `comm` table, gathered from all ranks."""
+        found: dict[str, list[int]] = {}
+        for manifest in self._manifests():
+            found.update(manifest.get("process_groups", {}))
+        return found
+
+    def _manifests(self) -> list[dict[str, Any]]:
         own = [rank_dir(self.trace_dir, rank) / "manifest.json" for rank in self.ranks if rank]
-        return sum(
-            int(m.get("dropped_events", 0))
-            for m in [self.manifest, *(_read_json(path) or {} for path in own)]
-        )
+        return [self.manifest, *(read_json(path) or {} for path in own)]
 
     def _all_segments(self) -> list[Segment]:
         return [
@@ -164,7 +175,7 @@ class TraceReader:
 
     def _read_manifest(self) -> dict[str, Any]:
         path = self.trace_dir / "manifest.json"
-        manifest = _read_json(path)
+        manifest = read_json(path)
         if manifest is None:
             self._note(f"{path}: missing or unreadable, the run's facts are unknown")
             return {}
@@ -350,36 +361,3 @@ def _may_hold(batch: Batch, steps: np.ndarray) -> bool:
         return True
     at = int(np.searchsorted(steps, batch.first_step))
     return at < len(steps) and int(steps[at]) <= batch.last_step
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _read_pages(path: Path) -> Table:
-    try:
-        with pa.memory_map(str(path)) as source:
-            table = pa.ipc.open_file(source).read_all()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise TraceError(
-            f"{path}: expected the page table as an Arrow file, got {error}; "
-            "restore the file from a copy or record the run again"
-        ) from error
-    name = (table.schema.metadata or {}).get(b"odc.schema", b"").decode()
-    check_version(path, name, f"trace.pages/{FORMAT_MAJOR}")
-    columns: Table = {}
-    for column, kind in PAGE_COLUMNS.items():
-        dtype = _page_dtype(kind)
-        if column in table.column_names:
-            columns[column] = table[column].to_numpy().astype(dtype)
-        else:
-            columns[column] = np.full(table.num_rows, "" if dtype.hasobject else -1).astype(dtype)
-    return select(columns, np.argsort(columns["page"], kind="stable"))
-
-
-def _page_dtype(kind: pa.DataType) -> np.dtype:
-    return np.dtype(object if pa.types.is_string(kind) else kind.to_pandas_dtype())

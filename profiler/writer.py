@@ -20,7 +20,6 @@ import datetime
 import json
 import logging
 import platform
-import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -31,6 +30,8 @@ from typing import Any, Self
 import pyarrow as pa
 
 from profiler.errors import TraceError
+from profiler.layout import list_segments, rank_dir, read_json, write_pages
+from profiler.scan import check_version
 from profiler.schema import (
     ACTIONS,
     COMM,
@@ -38,40 +39,14 @@ from profiler.schema import (
     MAX_BATCH_ROWS,
     MEM,
     NEED,
-    PAGE_COLUMNS,
     SEGMENT_BYTES,
     STEP,
     STREAMS,
     Stream,
-    pages_schema,
 )
 from profiler.segment import SegmentWriter, write_atomic
 
 logger = logging.getLogger("odc.profiler")
-
-_SEGMENT_NAME = re.compile(r"^([a-z]+)-(\d{6})\.arrows$")
-_PAGES_NAME = re.compile(r"^pages(?:-(\d{6}))?\.arrow$")
-
-
-def rank_dir(trace_dir: Path, rank: int) -> Path:
-    """Return the folder of a rank's event files."""
-    return trace_dir / f"rank{rank:05d}"
-
-
-def list_segments(folder: Path) -> list[tuple[str, int, Path]]:
-    """Return (stream, number, path) of the event files in a rank's folder, by stream and number."""
-    if not folder.is_dir():
-        return []
-    found = [(_SEGMENT_NAME.match(path.name), path) for path in folder.iterdir()]
-    return sorted((m[1], int(m[2]), path) for m, path in found if m and m[1] in STREAMS)
-
-
-def list_pages(folder: Path) -> list[tuple[int, Path]]:
-    """Return (first session, path) of the page tables in a folder, by session."""
-    if not folder.is_dir():
-        return []
-    found = [(_PAGES_NAME.match(path.name), path) for path in folder.iterdir()]
-    return sorted((int(m[1] or 1), path) for m, path in found if m)
 
 
 class _Buffer:
@@ -129,7 +104,7 @@ class TraceWriter:
         self._folder = rank_dir(self.trace_dir, rank)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._manifest = self._begin_session(world_size, manifest or {})
+            self.manifest = self._begin_session(world_size, manifest or {})
             self._buffers = {
                 name: _Buffer(stream, buffer_rows, self._open_segment(stream))
                 for name, stream in STREAMS.items()
@@ -261,21 +236,9 @@ class TraceWriter:
         A table that equals the one on disk is left alone. One that differs (a run resumed with
         another page size) is written beside it for the sessions from this one on.
         """
-        listed = list(rows)
-        columns = {name: [row[name] for row in listed] for name in PAGE_COLUMNS}
-        schema = pages_schema({"odc.session": str(self.session)})
-        table = pa.table(columns, schema=schema)
         folder = self.trace_dir if self.rank == 0 else self._folder
-        earlier = list_pages(folder)
-        if earlier and _same_pages(earlier[-1][1], table):
-            return
-        first = not earlier and self.session == 1
-        name = "pages.arrow" if first else f"pages-{self.session:06d}.arrow"
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, schema) as file:
-            file.write_table(table)
         try:
-            write_atomic(folder / name, sink.getvalue().to_pybytes())
+            write_pages(folder, rows, self.session)
         except OSError as error:
             self._fail(error)
 
@@ -291,7 +254,7 @@ class TraceWriter:
 
     def update_manifest(self, facts: Mapping[str, Any]) -> None:
         """Lay more facts over the manifest and write it."""
-        self._manifest.update(copy.deepcopy(dict(facts)))
+        self.manifest.update(copy.deepcopy(dict(facts)))
         self._try_manifest()
 
     def close(self) -> None:
@@ -398,17 +361,17 @@ class TraceWriter:
         return (self.trace_dir if self.rank == 0 else self._folder) / "manifest.json"
 
     def _read_earlier_manifest(self) -> dict[str, Any]:
-        try:
-            found = json.loads(self.manifest_path.read_bytes())
-        except (OSError, ValueError):
+        found = read_json(self.manifest_path)
+        if found is None:
             return {}
-        return found if isinstance(found, dict) else {}
+        check_version(self.manifest_path, str(found.get("format", "")))
+        return {**found, "format": FORMAT}
 
     def _open_segment(self, stream: Stream) -> SegmentWriter:
         number = self._next_numbers[stream.name]
         self._next_numbers[stream.name] = number + 1
         metadata = {
-            "odc.run": str(self._manifest["run_id"]),
+            "odc.run": str(self.manifest["run_id"]),
             "odc.rank": str(self.rank),
             "odc.session": str(self.session),
             "odc.clock": json.dumps(self._clock),
@@ -427,9 +390,9 @@ class TraceWriter:
             }
             for segment in self._segments
         ]
-        self._manifest["segments"] = [*self._earlier_segments, *segments]
-        self._manifest["dropped_events"] = self._earlier_dropped + self.dropped_events
-        write_atomic(self.manifest_path, json.dumps(self._manifest, indent=1).encode())
+        self.manifest["segments"] = [*self._earlier_segments, *segments]
+        self.manifest["dropped_events"] = self._earlier_dropped + self.dropped_events
+        write_atomic(self.manifest_path, json.dumps(self.manifest, indent=1).encode())
 
     def _try_manifest(self) -> None:
         try:
@@ -437,11 +400,3 @@ class TraceWriter:
         except OSError as error:
             if not self.failed:
                 self._fail(error)
-
-
-def _same_pages(path: Path, table: pa.Table) -> bool:
-    try:
-        with pa.OSFile(str(path), "rb") as file:
-            return bool(pa.ipc.open_file(file).read_all().equals(table))
-    except (OSError, pa.ArrowInvalid):
-        return False
