@@ -1,0 +1,125 @@
+"""Generation token by token, with the keys and values of earlier positions kept."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from odc.train.kv_cache import KVCache
+from odc.train.models import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to draw the next token; without it generation is greedy.
+
+    Attributes:
+        temperature: Divides the logits; small values sharpen the choice.
+        top_k: Keep the k most probable tokens only.
+        top_p: Keep the fewest most probable tokens whose probabilities add up to this.
+        seed: Seed of the draws.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature must be above 0, got {self.temperature}; pass no Sampling for greedy"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+
+def generate(
+    model: Transformer,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    stop_token: int | None = None,
+) -> Tensor:
+    """Continues a prompt.
+
+    Args:
+        model: The model; in evaluation mode meanwhile.
+        prompt: Token ids (B, T), T at least 1.
+        max_new_tokens: Largest number of tokens to add.
+        sampling: How to draw; `None` takes the most probable token.
+        stop_token: Ends a row; generation ends when all rows have ended, and what follows the
+            token in a row that ended before the others is `stop_token` again.
+
+    Returns:
+        Token ids (B, T + n), the prompt included.
+    """
+    new = list(stream(model, prompt, max_new_tokens, sampling=sampling, stop_token=stop_token))
+    return torch.cat([prompt, *(token.unsqueeze(1) for token in new)], dim=1)
+
+
+def stream(
+    model: Transformer,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    stop_token: int | None = None,
+) -> Iterator[Tensor]:
+    """Yields the tokens (B,) that `generate` would append, each as soon as it is known."""
+    if prompt.dim() != 2 or prompt.size(1) < 1:
+        raise ValueError(f"prompt must be (B, T) with T at least 1, got {tuple(prompt.shape)}")
+    if max_new_tokens < 1:
+        return
+    generator = None
+    if sampling is not None:
+        generator = torch.Generator(device=prompt.device).manual_seed(sampling.seed)
+    # The last token is never fed back, so that its keys and values need no place.
+    cache = KVCache(
+        model.config,
+        batch_size=prompt.size(0),
+        capacity=prompt.size(1) + max_new_tokens - 1,
+        like=model.embed.weight,
+    )
+    ended = torch.zeros(prompt.size(0), dtype=torch.bool, device=prompt.device)
+    idx = prompt
+    for _ in range(max_new_tokens):
+        token = _choose(_last_logits(model, idx, cache), sampling, generator)
+        if stop_token is not None:
+            token = torch.where(ended, stop_token, token)
+            ended |= token == stop_token
+        yield token
+        if stop_token is not None and bool(ended.all()):
+            return
+        idx = token.unsqueeze(1)
+
+
+def _last_logits(model: Transformer, idx: Tensor, cache: KVCache) -> Tensor:
+    """Sets evaluation mode for this call alone: a reader may train between two tokens."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return model(idx, cache=cache)[:, -1].float()
+    finally:
+        model.train(was_training)
+
+
+def _choose(logits: Tensor, sampling: Sampling | None, generator: torch.Generator | None) -> Tensor:
+    """(B, V) -> (B,)."""
+    if sampling is None:
+        return logits.argmax(dim=-1)
+    ordered, ids = (logits / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k is not None:
+        ordered, ids = ordered[:, : sampling.top_k], ids[:, : sampling.top_k]
+    probs = ordered.softmax(dim=-1)
+    if sampling.top_p is not None:
+        # A token stays while those before it have not reached top_p; the first always does.
+        before = probs.cumsum(dim=-1) - probs
+        probs = probs.masked_fill(before >= sampling.top_p, 0.0)
+    drawn = torch.multinomial(probs, 1, generator=generator)
+    return ids.gather(1, drawn).squeeze(1)

@@ -1,0 +1,111 @@
+"""What a run trains for: where its batches come from, what their loss is, how it is judged.
+
+The trainer calls a `Task` and knows nothing else of data and objectives. Names in `config.yaml`
+are resolved here; whoever has a task of their own passes the object.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from odc.train.config import Config
+from odc.train.sampler import Batch, Sampler, evaluation_batches
+from odc.train.tokenizer import Tokenizer
+from odc.train.tokens import TokenData, load_tokens
+
+
+class Task(Protocol):
+    """An objective over batches that depend on the step alone."""
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """Returns inputs and targets (B, T) of one micro-step; steps count from 0."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Returns the scalar to differentiate."""
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Returns the loss on text that is held back."""
+
+    def epoch(self, step: int) -> int:
+        """Returns the epoch, from 0, in which a step begins."""
+
+
+class Pretrain:
+    """Next-token prediction on the corpus that the configuration names.
+
+    Args:
+        config: Sections `train` and `data` are read.
+        data: The tokens; read (and made, the first time) as `config.data` says where not given.
+
+    Attributes:
+        tokenizer: Tokenizer of the corpus; its `vocab_size` is the model's.
+        corpus_hash: What the run is trained on.
+    """
+
+    def __init__(self, config: Config, data: TokenData | None = None) -> None:
+        self._data = load_tokens(config.data) if data is None else data
+        self._train = config.train
+        self.tokenizer: Tokenizer = self._data.tokenizer
+        self.corpus_hash = self._data.corpus_hash
+        self._sampler = Sampler(
+            self._data.train,
+            seq_len=config.train.seq_len,
+            micro_batch=config.train.micro_batch,
+            accumulate=config.train.accumulate,
+            seed=config.train.seed,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model must know."""
+        return self.tokenizer.vocab_size
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """Returns inputs and targets (B, T) of one micro-step."""
+        return self._sampler.batch(step, micro)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Returns the mean cross-entropy, plus the routers' auxiliary losses while training."""
+        inputs, targets = batch
+        return model(inputs, targets)
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Returns the mean cross-entropy on the same held-back batches at every call.
+
+        Raises:
+            DataError: The held-back text is shorter than one window.
+        """
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                losses = [self.loss(model, batch).item() for batch in self._held_back()]
+        finally:
+            model.train(was_training)
+        return sum(losses) / len(losses)
+
+    def epoch(self, step: int) -> int:
+        """Returns the epoch, from 0, in which a step begins."""
+        return self._sampler.epoch(step)
+
+    def _held_back(self) -> list[Batch]:
+        return list(
+            evaluation_batches(
+                self._data.evaluation,
+                seq_len=self._train.seq_len,
+                micro_batch=self._train.micro_batch,
+                num_batches=self._train.eval_batches,
+            )
+        )
+
+
+def make_task(config: Config) -> Pretrain:
+    """Returns the task that `train.task` names; its corpus is read, and tokenized the first time.
+
+    Raises:
+        DataError: The corpus cannot be read, or is too small for the batches.
+    """
+    # The configuration accepts no other name, so that there is nothing to choose from yet.
+    assert config.train.task == "pretrain", config.train.task
+    return Pretrain(config)
