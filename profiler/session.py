@@ -166,7 +166,8 @@ class Profiler:
         step_ns = now - self._begun_ns
         comm_ns = self._waited()
         compute_ns = max(step_ns - comm_ns - self._profiler_ns, 0)
-        value = math.nan if loss is None else float(loss)
+        # A tensor that still has a graph warns when it is converted as it is.
+        value = math.nan if loss is None else float(getattr(loss, "detach", lambda: loss)())
         writer.step(
             now, self._step, 0, value, tokens or 0, step_ns, compute_ns, 0, comm_ns,
             self._profiler_ns, 0, 0, 0, 0, 0,
