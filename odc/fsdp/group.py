@@ -1,0 +1,265 @@
+"""A parameter group: views over its pages, and where its gradients are.
+
+All kinds (parameters, gradient, each moment) share one layout: every parameter starts at a
+multiple of 64 bytes of its range, since misaligned views change the bits of fused optimizers and
+matrix products. The group knows which of its parameters have a gradient in the page; the bytes of
+the others are whatever the frame held before, and nobody reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from odc.fsdp.parameter import PagedParameter, set_plain_grad, take_autograd_grad
+from odc.fsdp.wrap import Place, Unit
+from odc.memory.events import Kind, Op, Phase
+from odc.memory.manager import Buffers, MemoryManager
+from odc.memory.pages import GroupSpec
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter lies in each of its group's ranges, in bytes."""
+
+    fqn: str
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: int
+    num_bytes: int
+
+
+def lay_out(places: list[Place]) -> tuple[list[Slot], int]:
+    """Slots of parameters in order, each at a multiple of 64 bytes, and the bytes they span."""
+    slots = []
+    offset = 0
+    for place in places:
+        tensor = place.parameter
+        num_bytes = tensor.numel() * tensor.element_size()
+        slots.append(Slot(place.fqn, tensor.shape, tensor.dtype, offset, num_bytes))
+        offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return slots, max(offset, ALIGNMENT)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The piece of a parameter that lies in one part (page) of its ranges; 1-D views."""
+
+    index: int
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
+
+
+class ParamGroup:
+    """Parameters that are loaded, updated and evicted together.
+
+    Args:
+        manager: owns the pages.
+        unit: the unit whose group this is.
+        places: the parameters.
+        trainable: whether they have gradients and moments.
+        num_moments: optimizer moments.
+    """
+
+    def __init__(
+        self,
+        manager: MemoryManager,
+        unit: Unit,
+        places: list[Place],
+        trainable: bool,
+        num_moments: int,
+    ) -> None:
+        self.manager = manager
+        self.unit = unit
+        self.places = places
+        self.trainable = trainable
+        self.slots, num_bytes = lay_out(places)
+        moments = num_moments if trainable else 0
+        name = unit.fqn or "(root)"
+        self.spec = GroupSpec(
+            name if trainable else f"{name} (frozen)",
+            num_bytes,
+            moments,
+            trainable,
+            unit.layer,
+            unit.expert,
+            unit.set_index if trainable else -1,
+        )
+        self.group, buffers = manager.add_group(self.spec)
+        self._flat = {key: torch.frombuffer(b, dtype=torch.uint8) for key, b in buffers.items()}
+        self._buffers: Buffers = buffers
+        self.parameters: list[PagedParameter] = []
+        self.has_gradient = [False] * len(self.slots)
+        self.gradient_live = False  # the gradient page has content
+        self.gradient_pinned = False
+        self.consumed = False  # updated, and zero_grad not called since
+        self.received: set[int] = set()  # in this backward
+        self.updates = 0
+        self.plain_grad = False
+        self.norms: dict[int, torch.Tensor] = {}
+        self._chunks: list[list[Chunk]] | None = None
+
+    # -- views -----------------------------------------------------------------------------------
+
+    def view(self, kind: Kind, index: int, slot: int = 0) -> torch.Tensor:
+        """A parameter-shaped view of one of the group's ranges; valid while that is resident."""
+        place = self.slots[index]
+        flat = self._flat[kind, slot]
+        piece = flat[place.offset : place.offset + place.num_bytes]
+        return piece.view(place.dtype).view(place.shape)
+
+    def make_parameters(self) -> None:
+        """Replace the modules' parameters by views of this group's pages."""
+        for index, place in enumerate(self.places):
+            made = PagedParameter.over(
+                self.view(Kind.PARAMETER, index), place.parameter.requires_grad, place.fqn
+            )
+            made._group, made._index = self, index
+            self.parameters.append(made)
+            place.module._parameters[place.name] = made
+
+    def chunks(self, part: int) -> list[Chunk]:
+        """The pieces of parameters in one part of the ranges, for the optimizer's walk."""
+        if self._chunks is None:
+            self._chunks = [self._cut(p) for p in range(self.manager.table.parts(self.group))]
+        return self._chunks[part]
+
+    def _cut(self, part: int) -> list[Chunk]:
+        page_size = self.manager.table.page_size
+        start, end = part * page_size, (part + 1) * page_size
+        if self.spec.compact:
+            start, end = 0, self.spec.num_bytes
+        chunks = []
+        for index, slot in enumerate(self.slots):
+            low, high = max(start, slot.offset), min(end, slot.offset + slot.num_bytes)
+            if low >= high:
+                continue
+
+            def piece(
+                kind: Kind,
+                moment: int = 0,
+                low: int = low,
+                high: int = high,
+                dtype: torch.dtype = slot.dtype,
+            ) -> torch.Tensor:
+                return self._flat[kind, moment][low:high].view(dtype)
+
+            chunks.append(
+                Chunk(
+                    index,
+                    piece(Kind.PARAMETER),
+                    piece(Kind.GRADIENT),
+                    tuple(piece(Kind.MOMENT, m) for m in range(self.spec.num_moments)),
+                )
+            )
+        return chunks
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def holds_gradient(self, index: int) -> bool:
+        """Whether a gradient of this parameter waits in its page."""
+        return self.has_gradient[index]
+
+    def add_gradient(self, index: int, phase: Phase) -> None:
+        """Take a parameter's new gradient from autograd into its page."""
+        if self.plain_grad:
+            self._show_gradient(index, phase)
+            return
+        if self.consumed:
+            raise RuntimeError(
+                f"a backward after opt.step() without opt.zero_grad() (parameter "
+                f"{self.slots[index].fqn}): a paged gradient is gone once it was used; call "
+                "opt.zero_grad() after every opt.step()"
+            )
+        self._pin_gradient(phase)
+        gradient = take_autograd_grad(self.parameters[index])
+        view = self.view(Kind.GRADIENT, index)
+        if self.has_gradient[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        self.has_gradient[index] = True
+        self.received.add(index)
+
+    def _show_gradient(self, index: int, phase: Phase) -> None:
+        """Everything is resident: ``.grad`` is a view of the page, as plain PyTorch has it."""
+        parameter = self.parameters[index]
+        view = self.view(Kind.GRADIENT, index)
+        shown = parameter.grad
+        self._pin_gradient(phase)
+        self.received.add(index)
+        if shown is None or shown.data_ptr() == view.data_ptr():
+            return
+        view.copy_(take_autograd_grad(parameter))
+        set_plain_grad(parameter, view)
+
+    def _pin_gradient(self, phase: Phase) -> None:
+        if self.gradient_pinned:
+            return
+        op = Op.WRITE if self.gradient_live else Op.CREATE
+        self.manager.access(self.group, [(Kind.GRADIENT, op)], phase)
+        self.gradient_live = self.gradient_pinned = True
+
+    def unpin_gradient(self) -> None:
+        """The group got all gradients of this backward; they stay for later."""
+        if self.gradient_pinned:
+            self.manager.release(self.group, Kind.GRADIENT)
+            self.gradient_pinned = False
+
+    def take_norms(self) -> None:
+        """Remember the norm of each gradient while the page is here."""
+        for index in self.received:
+            self.norms[index] = torch.linalg.vector_norm(self.view(Kind.GRADIENT, index))
+
+    def end_gradient(self) -> None:
+        """The gradient is dead: its frames are given back and it is never stored."""
+        if self.gradient_pinned:
+            self.manager.drop(self.group, Kind.GRADIENT)
+        elif self.gradient_live:
+            self.manager.forget(self.group, Kind.GRADIENT)
+        self.gradient_live = self.gradient_pinned = False
+        self.has_gradient = [False] * len(self.slots)
+        self.norms.clear()
+
+    def forget_gradient(self, index: int) -> None:
+        """``p.grad = None`` for one parameter."""
+        self.consumed = False
+        self.has_gradient[index] = False
+        self.norms.pop(index, None)
+        if self.gradient_live and not any(self.has_gradient):
+            self.end_gradient()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter got its gradient in this backward."""
+        return len(self.received) == len(self.slots)
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def pin_parameters(self, phase: Phase, op: Op = Op.READ) -> None:
+        self.manager.access(self.group, [(Kind.PARAMETER, op)], phase)
+
+    def unpin_parameters(self) -> None:
+        self.manager.release(self.group, Kind.PARAMETER)
+
+
+def num_elements(groups: list[ParamGroup]) -> int:
+    """Parameters in groups."""
+    return sum(math.prod(s.shape) for g in groups for s in g.slots)
+
+
+@dataclass(slots=True)
+class UnitGroups:
+    """The groups of a unit: its own, and those of units it is tied to."""
+
+    own: list[ParamGroup] = field(default_factory=list)
+    tied: list[ParamGroup] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[ParamGroup]:
+        return [*self.own, *self.tied]

@@ -1,0 +1,283 @@
+"""``PagedAdamW``: AdamW whose moments lie in pages, run group by group and page by page.
+
+The arithmetic is torch's fused kernel on the pieces of parameters that lie in a page, and equals
+``torch.optim.AdamW(fused=True)`` to the last bit: an update is elementwise, and pages end at
+multiples of the vector length. A parameter without a gradient is skipped and its step counter stands
+still, exactly where torch skips it. The norm for clipping is put together from the norms of
+single gradients in the order of ``model.parameters()``, as ``clip_grad_norm_(foreach=False)`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from odc.fsdp.group import Chunk, ParamGroup
+from odc.fsdp.hooks import in_backward
+from odc.fsdp.parameter import PagedParameter
+from odc.fsdp.runtime import Runtime
+from odc.memory.events import Kind, Op, Phase
+
+NUM_MOMENTS = 2
+_SUPPORTED = ("lr", "betas", "eps", "weight_decay", "maximize", "fused")
+
+
+def check_options(optimizer: type, options: dict[str, Any]) -> None:
+    """Refuse what the paged optimizer cannot do.
+
+    Raises:
+        ValueError: another class than AdamW, or an option of it that needs state outside pages.
+    """
+    if optimizer is not torch.optim.AdamW:
+        raise ValueError(
+            f"optimizer must be torch.optim.AdamW, got {getattr(optimizer, '__name__', optimizer)}: "
+            "its state has to lie in pages; with total_mem='unlimited' any torch.optim works on "
+            "model.parameters()"
+        )
+    for name, value in options.items():
+        if name not in _SUPPORTED and value not in (None, False):
+            raise ValueError(
+                f"AdamW option {name}={value!r} is not supported on pages; "
+                f"use {', '.join(_SUPPORTED)}"
+            )
+
+
+class PagedAdamW(torch.optim.Optimizer):
+    """AdamW over a paged model. Made by ``odc.paged``.
+
+    Attributes:
+        grad_norm: global norm of the gradients of the last step, where ``max_grad_norm`` was given.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        options: dict[str, Any],
+        max_grad_norm: float | None,
+    ) -> None:
+        self._runtime = runtime
+        self._max_grad_norm = max_grad_norm
+        self.grad_norm: torch.Tensor | None = None
+        defaults: dict[str, Any] = {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 1e-2,
+            "maximize": False,
+        }
+        defaults |= {k: v for k, v in options.items() if k in defaults}
+        super().__init__(params, defaults)
+        self._steps: dict[tuple[int, int], torch.Tensor] = {}
+        self._hyper: dict[tuple[int, int], dict[str, Any]] = {}
+        self._order: list[PagedParameter] = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._adopt(parameter, group)
+        runtime.update = self._update
+
+    def _adopt(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        if not isinstance(parameter, PagedParameter):
+            raise ValueError(
+                "an optimizer of a paged model takes parameters of that model only; pass "
+                "param_groups=lambda model: [...] to odc.paged, which is called with its parameters"
+            )
+        key = (parameter._group.group, parameter._index)
+        self._hyper[key] = group
+        self._steps[key] = torch.zeros((), dtype=torch.float32)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "_hyper"):
+            for parameter in self.param_groups[-1]["params"]:
+                self._adopt(parameter, self.param_groups[-1])
+
+    # -- the loop's calls ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every group that has a gradient (those that backward has not updated).
+
+        Args:
+            closure: as in torch: recomputes the loss with gradients and returns it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        coefficient = self._clip_coefficient()
+        for group in self._runtime.groups:
+            self._collect_plain(group)
+            if any(group.has_gradient):
+                self._update(group, Phase.OPTIMIZER, coefficient)
+        self._runtime.end_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        for group in self._runtime.groups:
+            group.consumed = False
+            if group.plain_grad:
+                for parameter in group.parameters:
+                    parameter.grad = None
+            elif group.gradient_live:
+                group.end_gradient()
+        self._runtime.micro = 0
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A copy of a parameter's gradient, or None if it has none."""
+        assert isinstance(parameter, PagedParameter)
+        group = parameter._group
+        if not group.has_gradient[parameter._index]:
+            return parameter.grad
+        manager = self._runtime.manager
+        manager.access(group.group, [(Kind.GRADIENT, Op.READ)], Phase.OTHER)
+        try:
+            return group.view(Kind.GRADIENT, parameter._index).clone()
+        finally:
+            manager.release(group.group, Kind.GRADIENT)
+
+    # -- update ----------------------------------------------------------------------------------
+
+    def _collect_plain(self, group: ParamGroup) -> None:
+        """A resident model shows gradients as ``.grad``: note which are there."""
+        if not (group.plain_grad and group.trainable):
+            return
+        for index, parameter in enumerate(group.parameters):
+            gradient = parameter.grad
+            group.has_gradient[index] = gradient is not None
+            if gradient is not None:
+                group.gradient_live = True
+                view = group.view(Kind.GRADIENT, index)
+                if gradient.data_ptr() != view.data_ptr():
+                    view.copy_(gradient)
+
+    def _clip_coefficient(self) -> torch.Tensor | None:
+        if self._max_grad_norm is None:
+            return None
+        norms = []
+        for parameter in self._runtime.model.parameters():
+            if not isinstance(parameter, PagedParameter):
+                continue
+            group, index = parameter._group, parameter._index
+            if group.plain_grad:
+                if parameter.grad is not None:
+                    norms.append(torch.linalg.vector_norm(parameter.grad))
+            elif group.has_gradient[index]:
+                norms.append(group.norms[index])
+        if not norms:
+            return None
+        self.grad_norm = torch.linalg.vector_norm(torch.stack(norms))
+        return torch.clamp(self._max_grad_norm / (self.grad_norm + 1e-6), max=1.0)
+
+    @torch.no_grad()
+    def _update(
+        self, group: ParamGroup, phase: Phase, coefficient: torch.Tensor | None = None
+    ) -> None:
+        manager = self._runtime.manager
+        op = Op.READ if coefficient is None else Op.WRITE
+        if not group.gradient_pinned:
+            manager.access(group.group, [(Kind.GRADIENT, op)], phase)
+            group.gradient_pinned = True
+        for index, present in enumerate(group.has_gradient):
+            if present and (group.group, index) in self._steps:
+                self._steps[group.group, index] += 1
+        needs = [(Kind.PARAMETER, Op.WRITE), (Kind.MOMENT, Op.WRITE)]
+        for part in range(manager.table.parts(group.group)):
+            manager.access(group.group, needs, phase, part)
+            chunks = [c for c in group.chunks(part) if group.has_gradient[c.index]]
+            if coefficient is not None:
+                for chunk in chunks:
+                    chunk.gradient.mul_(coefficient)
+            self._run_kernel(group, chunks)
+            manager.release(group.group, Kind.PARAMETER, part)
+            manager.release(group.group, Kind.MOMENT, part)
+        group.updates += 1
+        if not in_backward():
+            torch.autograd.graph.increment_version(
+                [p for p, g in zip(group.parameters, group.has_gradient, strict=True) if g]
+            )
+        if group.plain_grad:
+            group.has_gradient = [False] * len(group.slots)
+            return
+        group.end_gradient()
+        group.consumed = phase == Phase.OPTIMIZER and not self._runtime.update_in_backward
+
+    def _run_kernel(self, group: ParamGroup, chunks: list[Chunk]) -> None:
+        by_hyper: dict[int, tuple[dict[str, Any], list[Chunk]]] = {}
+        for chunk in chunks:
+            hyper = self._hyper.get((group.group, chunk.index))
+            if hyper is not None:
+                by_hyper.setdefault(id(hyper), (hyper, []))[1].append(chunk)
+        for hyper, members in by_hyper.values():
+            torch._fused_adamw_(
+                [c.parameter for c in members],
+                [c.gradient for c in members],
+                [c.moments[0] for c in members],
+                [c.moments[1] for c in members],
+                [],
+                [self._steps[group.group, c.index] for c in members],
+                amsgrad=False,
+                lr=float(hyper["lr"]),
+                beta1=hyper["betas"][0],
+                beta2=hyper["betas"][1],
+                weight_decay=hyper["weight_decay"],
+                eps=hyper["eps"],
+                maximize=hyper["maximize"],
+                grad_scale=None,
+                found_inf=None,
+            )
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def steps_of(self, group: ParamGroup) -> list[torch.Tensor]:
+        """Step counters of a group's parameters, () float32 each."""
+        return [self._steps[group.group, i] for i in range(len(group.slots))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of ``torch.optim.AdamW``, with copies of the moments: as large as they are."""
+        packed = super().state_dict()
+        numbers: dict[int, int] = {}
+        for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                numbers[id(parameter)] = number
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for group in self._runtime.groups:
+            if not group.trainable:
+                continue
+            moments = [self._runtime.copy_out(group, Kind.MOMENT, m) for m in range(NUM_MOMENTS)]
+            for index, parameter in enumerate(group.parameters):
+                step = self._steps.get((group.group, index))
+                if step is not None and step.item() and id(parameter) in numbers:
+                    state[numbers[id(parameter)]] = {
+                        "step": step.clone(),
+                        "exp_avg": moments[0][index],
+                        "exp_avg_sq": moments[1][index],
+                    }
+        packed["state"] = dict(sorted(state.items()))
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take moments, step counters and options from a state of ``torch.optim.AdamW``."""
+        state = dict(state_dict["state"])
+        super().load_state_dict({**state_dict, "state": {}})
+        self._hyper.clear()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                self._hyper[parameter._group.group, parameter._index] = group
+                self._load_one(parameter, state.get(number))
+
+    def _load_one(self, parameter: PagedParameter, saved: dict[str, torch.Tensor] | None) -> None:
+        group, index = parameter._group, parameter._index
+        manager = self._runtime.manager
+        self._steps[group.group, index].fill_(float(saved["step"]) if saved else 0.0)
+        manager.access(group.group, [(Kind.MOMENT, Op.WRITE)], Phase.OTHER)
+        try:
+            for slot, name in enumerate(("exp_avg", "exp_avg_sq")):
+                view = group.view(Kind.MOMENT, index, slot)
+                view.zero_() if saved is None else view.copy_(saved[name])
+        finally:
+            manager.release(group.group, Kind.MOMENT)

@@ -1,0 +1,313 @@
+"""``odc.paged``: a model and an optimizer whose state lives in pages, for a person's own loop."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from odc.fsdp.group import ParamGroup, UnitGroups
+from odc.fsdp.hooks import UnitHooks
+from odc.fsdp.optimizer import NUM_MOMENTS, PagedAdamW, check_options
+from odc.fsdp.parameter import PagedParameter
+from odc.fsdp.runtime import Runtime
+from odc.fsdp.wrap import ExpertSet, Unit, find_units
+from odc.memory.events import Kind, Op, Phase
+from odc.memory.manager import MemoryManager
+from odc.memory.pages import PageState
+
+M = TypeVar("M", bound=nn.Module)
+Init = Callable[[str, nn.Module], None]
+ParamGroups = Callable[[nn.Module], Iterable[Any]]
+
+
+class PagedModule(nn.Module):
+    """Mixed into the class of a paged model's root: what must load pages before it reads values."""
+
+    _odc_runtime: Runtime
+
+    @property
+    def memory(self) -> MemoryManager:
+        """The model's memory manager."""
+        return self._odc_runtime.manager
+
+    def resident(self, prefix: str = "", write: bool = False) -> AbstractContextManager[None]:
+        """Pin the parameters whose names begin with ``prefix``, to read or change them.
+
+        All that is named must fit the page budget together.
+        """
+        groups = [
+            g for g in self._odc_runtime.groups if any(s.fqn.startswith(prefix) for s in g.slots)
+        ]
+        return self._odc_runtime.resident(groups, write)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        for group in self._odc_runtime.groups:
+            for index in range(len(group.slots)):
+                if group.plain_grad:
+                    group.parameters[index].grad = None
+                else:
+                    group.forget_gradient(index)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Copies of all parameters and buffers, as large as the model is."""
+        state = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        for group in self._odc_runtime.groups:
+            values = self._odc_runtime.copy_out(group, Kind.PARAMETER)
+            for parameter, value in zip(group.parameters, values, strict=True):
+                for name in self._names[id(parameter)]:
+                    if prefix + name in state:
+                        state[prefix + name] = value
+        return state
+
+    @property
+    def _names(self) -> dict[int, list[str]]:
+        """Every name of every parameter: a tied one has several."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return names
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copy values into the pages, group by group."""
+        if assign:
+            raise ValueError("assign=True would leave the pages; use assign=False")
+        own = set(super().state_dict())
+        missing, unexpected = sorted(own - set(state_dict)), sorted(set(state_dict) - own)
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"state_dict: missing {missing}, unexpected {unexpected}")
+        runtime, names = self._odc_runtime, self._names
+        with torch.no_grad():
+            for group in runtime.groups:
+                with runtime.resident([group], write=True):
+                    for parameter in group.parameters:
+                        for name in names[id(parameter)]:
+                            if name in state_dict:
+                                parameter.copy_(state_dict[name])
+            for name, buffer in self.named_buffers():
+                if name in state_dict:
+                    buffer.copy_(state_dict[name])
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def close(self) -> None:
+        """Stop the transfers and give the memory back. The model cannot be used any more."""
+        self._odc_runtime.manager.close()
+
+
+def paged(
+    model: M,
+    optimizer: type[torch.optim.Optimizer] | None = torch.optim.AdamW,
+    *,
+    total_mem: int | str | None = None,
+    page_budget: int | str | None = None,
+    home: str = "host",
+    home_dir: str | os.PathLike[str] | None = None,
+    init: Init | None = None,
+    param_groups: ParamGroups | None = None,
+    update: str = "step",
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    memory: MemoryManager | None = None,
+    **options: Any,
+) -> tuple[M, PagedAdamW | None]:
+    """Put a model's parameters, gradients and optimizer moments into pages.
+
+    The model is changed in place; then the loop is plain PyTorch: ``loss.backward()``,
+    ``opt.step()``, ``opt.zero_grad()``. Losses and weights are those of ``torch.optim.AdamW(fused=True)``
+    to the last bit.
+
+    Args:
+        model: built already (its parameters are moved into frames group by group), or on the meta
+            device (then ``init`` fills them group by group and nothing is ever held in full).
+        optimizer: ``torch.optim.AdamW``, or None for a model that is not trained.
+        total_mem: what pages, activations and gradients may take together, as bytes or ``"2GB"``;
+            None keeps everything resident.
+        page_budget: what pages may take, whatever the rest needs.
+        home: ``"host"`` or ``"disk"``.
+        home_dir: folder for a disk home.
+        init: called as ``init(fqn, module)`` for every module that owns parameters.
+        param_groups: called with the paged model, returns what ``torch.optim.AdamW`` takes.
+        update: ``"step"`` updates in ``opt.step()`` and suits any loop; ``"backward"`` updates each
+            group as soon as its gradient is final, which moves far fewer bytes: no clipping, and
+            ``accumulate`` must say how many backwards make a step.
+        accumulate: backwards before ``opt.step()``; only ``update="backward"`` needs it.
+        max_grad_norm: clip gradients by their global norm, as ``clip_grad_norm_`` does.
+        memory: a manager made by hand, instead of the memory arguments above.
+        **options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``.
+
+    Returns:
+        The model and its optimizer (None without one).
+
+    Raises:
+        ValueError: an argument that cannot work; says what to change.
+        BudgetError: a group does not fit; says which budget would do.
+    """
+    _check(model, optimizer, update, accumulate, max_grad_norm, options)
+    if memory is None:
+        memory = MemoryManager(
+            total_mem=total_mem, page_budget=page_budget, home=home, home_dir=home_dir
+        )
+    units, sets = find_units(model)
+    has_meta = any(p.is_meta for p in model.parameters())
+    if has_meta and init is None:
+        raise ValueError("the model is on the meta device: pass init=(fqn, module) -> None")
+    moments = NUM_MOMENTS if optimizer is not None else 0
+    groups, groups_of = _make_groups(memory, units, moments, optimizer is not None)
+    memory.seal(_set_groups(sets, groups_of), _held(units, groups_of))
+    _fill(model, memory, units, groups_of, init if has_meta else None)
+    runtime = Runtime(
+        model,
+        memory,
+        groups,
+        update_in_backward=update == "backward",
+        accumulate=accumulate,
+        clip=max_grad_norm is not None,
+    )
+    _install(runtime, units, sets, groups_of)
+    model.__class__ = type(f"Paged{type(model).__name__}", (PagedModule, type(model)), {})
+    model._odc_runtime = runtime  # type: ignore[assignment]
+    if optimizer is None:
+        return model, None
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    parameters = param_groups(model) if param_groups is not None else trainable
+    return model, PagedAdamW(runtime, parameters, options, max_grad_norm)
+
+
+def _check(
+    model: nn.Module,
+    optimizer: type | None,
+    update: str,
+    accumulate: int,
+    max_grad_norm: float | None,
+    options: dict[str, Any],
+) -> None:
+    if isinstance(model, PagedModule):
+        raise ValueError("the model is paged already")
+    if optimizer is not None:
+        check_options(optimizer, options)
+    if update not in ("step", "backward"):
+        raise ValueError(f"update must be 'step' or 'backward', got {update!r}")
+    if update == "backward" and max_grad_norm is not None:
+        raise ValueError(
+            "max_grad_norm needs the norm of all gradients before the first update; "
+            "use update='step'"
+        )
+    if accumulate < 1:
+        raise ValueError(f"accumulate must be at least 1, got {accumulate}")
+    devices = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
+    if devices:
+        raise ValueError(f"parameters on {', '.join(sorted(devices))}: pass a model on cpu or meta")
+    if torch.get_num_threads() >= (os.cpu_count() or 1) > 1:
+        warnings.warn(
+            f"{torch.get_num_threads()} compute threads on {os.cpu_count()} cores leave none for "
+            f"transfers; torch.set_num_threads({(os.cpu_count() or 2) - 1}) is usually faster",
+            stacklevel=3,
+        )
+
+
+def _make_groups(
+    memory: MemoryManager, units: list[Unit], moments: int, train: bool
+) -> tuple[list[ParamGroup], dict[int, UnitGroups]]:
+    groups: list[ParamGroup] = []
+    groups_of: dict[int, UnitGroups] = {}
+    for unit in units:
+        own = groups_of.setdefault(id(unit), UnitGroups()).own
+        for trainable in (True, False):
+            places = [p for p in unit.owned if (p.parameter.requires_grad and train) == trainable]
+            if places:
+                group = ParamGroup(memory, unit, places, trainable, moments)
+                own.append(group)
+                groups.append(group)
+    for unit in units:
+        for other in unit.tied:
+            groups_of[id(unit)].tied += groups_of[id(other)].own
+    return groups, groups_of
+
+
+def _set_groups(sets: list[ExpertSet], groups_of: dict[int, UnitGroups]) -> list[tuple[int, ...]]:
+    """The groups of each set; an expert that is frozen as a whole counts with its frozen group."""
+    return [tuple(groups_of[id(u)].own[0].group for u in s.members) for s in sets]
+
+
+def _held(units: list[Unit], groups_of: dict[int, UnitGroups]) -> dict[int, list[int]]:
+    """For each group, the groups pinned while it runs."""
+    held: dict[int, list[int]] = {}
+    for unit in units:
+        mine = groups_of[id(unit)]
+        around = [g.group for p in unit.parents for g in groups_of[id(p)].all]
+        around += [g.group for g in mine.all]
+        for group in mine.all:
+            held.setdefault(group.group, []).extend(g for g in around if g != group.group)
+    return held
+
+
+def _fill(
+    model: nn.Module,
+    memory: MemoryManager,
+    units: list[Unit],
+    groups_of: dict[int, UnitGroups],
+    init: Init | None,
+) -> None:
+    """Group by group: take frames, put the parameters there, give them their values."""
+    memory.begin_pass(-2)
+    names = {id(m): fqn for fqn, m in model.named_modules()}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for unit in units:
+        for group in groups_of[id(unit)].own:
+            memory.access(group.group, [(Kind.PARAMETER, Op.CREATE)], Phase.OTHER)
+            old = [place.parameter for place in group.places]
+            group.make_parameters()
+            if init is None:
+                with torch.no_grad():
+                    for parameter, value in zip(group.parameters, old, strict=True):
+                        parameter.copy_(value)
+            _tie(unit, group)
+            if init is not None:
+                for module in dict.fromkeys(place.module for place in group.places):
+                    init(names[id(module)], module)
+            for place in group.places:
+                place.parameter = group.parameters[0]  # lets go of the old tensor
+            del old
+            memory.release(group.group, Kind.PARAMETER)
+
+
+def _tie(unit: Unit, group: ParamGroup) -> None:
+    made = {id(p.parameter): q for p, q in zip(group.places, group.parameters, strict=True)}
+    for alias in unit.aliases:
+        replacement: PagedParameter | None = made.get(id(alias.parameter))
+        if replacement is not None:
+            alias.module._parameters[alias.name] = replacement
+            alias.parameter = replacement
+
+
+def _install(
+    runtime: Runtime,
+    units: list[Unit],
+    sets: list[ExpertSet],
+    groups_of: dict[int, UnitGroups],
+) -> None:
+    for unit in units:
+        hooks = UnitHooks(runtime, unit, groups_of[id(unit)])
+        hooks.hook_parameters()
+        runtime.units.append(hooks)
+    for index, experts in enumerate(sets):
+        runtime.order_experts(experts.module, index)
+    if runtime.manager.unlimited:
+        for group in runtime.groups:
+            group.plain_grad = True
+    assert all(
+        s in (PageState.HOME, PageState.RESIDENT, PageState.EVICTING, PageState.LOADING)
+        for s in runtime.manager.table.state
+    )

@@ -1,0 +1,143 @@
+"""Which parameters form a group: every child of every ``ModuleList``, embeddings, heads, the rest.
+
+A *unit* is a module whose parameters come and go together around its forward and backward. Units
+nest (an expert inside a decoder layer); a parameter belongs to the innermost unit around its first
+place. A module that uses a parameter owned elsewhere (a tied head) is a unit with ``tied`` names.
+Trainable and frozen parameters of a unit are separate groups: a frozen one has no gradient, no
+moments, and is never written back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+
+@dataclass(slots=True)
+class Place:
+    """One parameter: its owner module, its attribute and its fully qualified name."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+    parameter: nn.Parameter
+
+
+@dataclass(slots=True)
+class Unit:
+    """A module around which pages come and go.
+
+    Attributes:
+        fqn, module: the module.
+        owned: parameters that this unit owns.
+        aliases: places of owned parameters in other modules (tied weights).
+        tied: units whose parameters this one uses as well.
+        parents: enclosing units, innermost first.
+        layer, expert, set_index: place in the model, -1 where there is none.
+    """
+
+    fqn: str
+    module: nn.Module
+    owned: list[Place] = field(default_factory=list)
+    aliases: list[Place] = field(default_factory=list)
+    tied: list[Unit] = field(default_factory=list)
+    parents: list[Unit] = field(default_factory=list)
+    layer: int = -1
+    expert: int = -1
+    set_index: int = -1
+
+
+@dataclass(slots=True)
+class ExpertSet:
+    """Experts that run in a free order: the module that asks for it and its members."""
+
+    module: nn.Module
+    members: list[Unit]
+
+
+def find_units(model: nn.Module) -> tuple[list[Unit], list[ExpertSet]]:
+    """The units of a model, outermost and first first; the last is the root."""
+    units: list[Unit] = []
+    sets: list[ExpertSet] = []
+    root = Unit("", model)
+    _walk(model, "", [root], -1, units, sets)
+    units.append(root)
+    _own(model, units)
+    kept = [u for u in units if u.owned or u.tied or u.module is model]
+    return kept, sets
+
+
+def _walk(
+    module: nn.Module,
+    fqn: str,
+    parents: list[Unit],
+    layer: int,
+    units: list[Unit],
+    sets: list[ExpertSet],
+) -> None:
+    """Find the units below ``module``; ``parents`` innermost first."""
+    for name, child in module.named_children():
+        child_fqn = f"{fqn}.{name}" if fqn else name
+        if isinstance(child, nn.ModuleList):
+            _walk_list(module, child, child_fqn, parents, layer, units, sets)
+        elif len(parents) == 1 and isinstance(child, nn.Embedding | nn.Linear):
+            units.append(Unit(child_fqn, child, parents=list(parents)))
+        else:
+            _walk(child, child_fqn, parents, layer, units, sets)
+
+
+def _walk_list(
+    owner: nn.Module,
+    children: nn.ModuleList,
+    fqn: str,
+    parents: list[Unit],
+    layer: int,
+    units: list[Unit],
+    sets: list[ExpertSet],
+) -> None:
+    free = hasattr(owner, "expert_order") and getattr(owner, "experts", None) is children
+    members: list[Unit] = []
+    for index, child in enumerate(children):
+        unit = Unit(f"{fqn}.{index}", child, parents=list(parents))
+        unit.layer = index if layer < 0 else layer
+        if free:
+            unit.expert, unit.set_index = index, len(sets)
+        units.append(unit)
+        members.append(unit)
+        if not free:
+            _walk(child, unit.fqn, [unit, *parents], unit.layer, units, sets)
+    if free:
+        sets.append(ExpertSet(owner, members))
+
+
+def _own(model: nn.Module, units: list[Unit]) -> None:
+    by_module = {id(u.module): u for u in units}
+    owner_of: dict[int, Unit] = {}
+    for fqn, module, unit in _modules(model, by_module):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            place = Place(module, name, f"{fqn}.{name}" if fqn else name, parameter)
+            owner = owner_of.get(id(parameter))
+            if owner is None:
+                owner_of[id(parameter)] = unit
+                unit.owned.append(place)
+            else:
+                owner.aliases.append(place)
+                if owner is not unit and owner not in unit.tied and owner not in unit.parents:
+                    unit.tied.append(owner)
+
+
+def _modules(model: nn.Module, by_module: dict[int, Unit]) -> list[tuple[str, nn.Module, Unit]]:
+    """(fqn, module, innermost unit) of every module, in order of registration."""
+    found: list[tuple[str, nn.Module, Unit]] = []
+
+    def visit(module: nn.Module, fqn: str, unit: Unit) -> None:
+        unit = by_module.get(id(module), unit)
+        found.append((fqn, module, unit))
+        for name, child in module.named_children():
+            visit(child, f"{fqn}.{name}" if fqn else name, unit)
+
+    visit(model, "", by_module[id(model)])
+    return found

@@ -1,0 +1,204 @@
+"""The engine of a machine without a device: a worker thread for each direction, and one for frames.
+
+Copies and direct I/O release the interpreter lock, so they run beside the computation. With
+``link_bandwidth`` the bus of a device is emulated: each direction is a line that is busy for
+``bytes / bandwidth`` a page. The line's clock advances by those durations from when a command
+could start, not from when a sleeping thread happened to wake, so that the pace is the same on a
+busy machine; a copy that really takes longer (disk) holds its line longer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from odc.errors import OdcError
+from odc.memory.engines.base import CommandKind, Priority, Ticket
+from odc.memory.frames import FramePool
+from odc.memory.home import Home
+from odc.memory.pages import Page
+
+_SPIN_NS = 60_000  # a sleep ends about this late: sleep less and spin the rest
+
+
+class _Channel:
+    """Queue of one direction, and the clock of its line."""
+
+    def __init__(self) -> None:
+        self.queue: list[Ticket] = []
+        self.free_ns = 0
+
+    def take(self) -> Ticket | None:
+        best = None
+        for ticket in self.queue:
+            if (
+                best is None or (ticket.priority, ticket.number) < (best.priority, best.number)
+            ) and ticket.is_ready():
+                best = ticket
+        if best is not None:
+            self.queue.remove(best)
+            best.started = True
+        return best
+
+
+class ThreadEngine:
+    """Moves bytes between a home and frames of a pool.
+
+    Args:
+        pool: the frames; the caller books them, the engine takes them.
+        home: where pages live.
+        link_bandwidth: bytes/s each way of the emulated bus, or None for none.
+        timeout_s: how long a wait may take before it is an error with a dump of the queues.
+    """
+
+    def __init__(
+        self,
+        pool: FramePool,
+        home: Home,
+        link_bandwidth: float | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self.pool = pool
+        self.home = home
+        self.link_bandwidth = link_bandwidth
+        self.timeout_s = timeout_s
+        self._condition = threading.Condition()
+        self._in, self._out, self._moves = _Channel(), _Channel(), _Channel()
+        self._channels = {
+            CommandKind.LOAD: self._in,
+            CommandKind.STORE: self._out,
+            CommandKind.RELEASE: self._moves,
+            CommandKind.CREATE: self._moves,
+        }
+        self._number = 0
+        self._stopped = False
+        self._workers = [
+            threading.Thread(target=self._run, args=(channel,), name=f"odc-{name}", daemon=True)
+            for name, channel in (
+                ("in", self._in),
+                ("out", self._out),
+                ("moves", self._moves),
+            )
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns()
+
+    def submit(
+        self,
+        kind: CommandKind,
+        page: Page,
+        after: tuple[Ticket, ...] = (),
+        priority: Priority = Priority.NORMAL,
+    ) -> Ticket:
+        after = tuple(t for t in after if (t.done_ns < 0 or t.error) and not t.cancelled)
+        ticket = Ticket(kind, page, after, priority, self._number, time.perf_counter_ns())
+        self._number += 1
+        if kind == CommandKind.CREATE and not after:
+            # Frames without content cost microseconds: less than a worker needs to wake.
+            self.pool.map(page.address, page.num_frames)
+            ticket.started = True
+            ticket.done_ns = time.perf_counter_ns()
+            return ticket
+        with self._condition:
+            self._channels[kind].queue.append(ticket)
+            self._condition.notify_all()
+        return ticket
+
+    def poll(self, ticket: Ticket) -> bool:
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.done_ns >= 0
+
+    def wait(self, ticket: Ticket) -> None:
+        if ticket.done_ns < 0:
+            with self._condition:
+                ticket.urge()
+                self._condition.notify_all()
+                done = self._condition.wait_for(
+                    lambda: ticket.done_ns >= 0 or ticket.cancelled, self.timeout_s
+                )
+            if not done:
+                raise OdcError(
+                    f"page {ticket.page.page}: {ticket.kind.name} not done after "
+                    f"{self.timeout_s:.0f} s\n{self.dump()}"
+                )
+        if ticket.error is not None:
+            raise ticket.error
+
+    def cancel(self, ticket: Ticket) -> bool:
+        with self._condition:
+            if ticket.started or ticket.done_ns >= 0:
+                return False
+            self._channels[ticket.kind].queue.remove(ticket)
+            ticket.cancelled = True
+            self._condition.notify_all()
+        return True
+
+    def close(self) -> None:
+        """Finish nothing more; stop the workers."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
+        for worker in self._workers:
+            worker.join(timeout=5)
+
+    def dump(self) -> str:
+        """The queues in words, for errors."""
+        lines = [f"pool: {self.pool.num_free} of {self.pool.num_frames} frames free"]
+        for name, channel in (("in", self._in), ("out", self._out), ("moves", self._moves)):
+            for ticket in channel.queue[:20]:
+                waits = [f"{t.kind.name} {t.page.page}" for t in ticket.after if t.done_ns < 0]
+                lines.append(f"{name}: {ticket.kind.name} page {ticket.page.page} after {waits}")
+        return "\n".join(lines)
+
+    def _run(self, channel: _Channel) -> None:
+        while True:
+            with self._condition:
+                ticket = channel.take()
+                while ticket is None:
+                    if self._stopped:
+                        return
+                    self._condition.wait()
+                    ticket = channel.take()
+            start = time.perf_counter_ns()
+            try:
+                self._execute(ticket)
+            except BaseException as error:  # surfaces at the step that needs the page
+                ticket.error = error
+            end = self._pace(channel, ticket, time.perf_counter_ns())
+            with self._condition:
+                ticket.dur_ns = max(end - start, 1)
+                ticket.done_ns = end
+                ticket.after = ()  # a chain of finished commands would never be freed
+                self._condition.notify_all()
+
+    def _execute(self, ticket: Ticket) -> None:
+        page = ticket.page
+        for earlier in ticket.after:
+            if earlier.error is not None:
+                raise earlier.error
+        if ticket.kind == CommandKind.RELEASE:
+            self.pool.unmap(page.address)
+        elif ticket.kind == CommandKind.STORE:
+            self.home.store(page.page, page.offset, page.address, page.num_bytes)
+        else:
+            self.pool.map(page.address, page.num_frames)
+            if ticket.kind == CommandKind.LOAD:
+                self.home.load(page.page, page.offset, page.address, page.num_bytes)
+
+    def _pace(self, channel: _Channel, ticket: Ticket, copied: int) -> int:
+        """Hold the line for as long as the emulated bus would; returns when the command ends."""
+        if self.link_bandwidth is None or ticket.kind not in (CommandKind.LOAD, CommandKind.STORE):
+            return copied
+        begin = max([channel.free_ns, ticket.ready_ns, *(t.done_ns for t in ticket.after)])
+        due = begin + int(ticket.page.num_bytes / self.link_bandwidth * 1e9)
+        channel.free_ns = max(due, copied)  # not the time at which the thread wakes
+        now = copied
+        while now < due:
+            left = due - now
+            time.sleep(max(left - _SPIN_NS, 0) / 1e9)
+            now = time.perf_counter_ns()
+        return now

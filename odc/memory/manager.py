@@ -1,0 +1,228 @@
+"""``MemoryManager``: real memory around the pager.
+
+It reserves the address ranges of groups, sizes the pool of frames by the budget, opens the home and
+starts the engine. What is decided, and when, stands in ``pager.py``; this file owns what has to be
+allocated and given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from odc.errors import BudgetError
+from odc.memory.engines.threads import ThreadEngine
+from odc.memory.events import Kind, Tier
+from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool
+from odc.memory.home import DiskHome, Home, HostHome
+from odc.memory.ledger import Ledger
+from odc.memory.pager import Pager, Tuning
+from odc.memory.pages import GroupSpec, PageTable
+from odc.memory.plan import Limits, Prefetcher, TapePrefetcher
+from odc.memory.scores import PopularityScorer
+from odc.memory.stations import OrderLibrary, Stations
+from odc.memory.transfers import Transfers
+from odc.memory.victims import CostAware, EvictionPolicy
+from odc.sizes import format_bytes, parse_size
+
+PrefetchFactory = Callable[[OrderLibrary, np.ndarray, Limits], Prefetcher | None]
+Buffers = dict[tuple[int, int], "ctypes.Array[ctypes.c_uint8]"]
+
+
+def popularity(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
+    """The default prefetcher: the tape, and decayed popularity for what it cannot know."""
+    sets = library.stations.sets
+    scorer = PopularityScorer([len(s) for s in sets] or [1])
+    return TapePrefetcher(library, weight, scorer, limits=limits)
+
+
+class MemoryManager(Pager):
+    """Pages the state of a model between device frames and its home.
+
+    Use: ``add_group`` for every group, ``seal`` once, then what ``Pager`` offers.
+
+    Args:
+        total_mem: what the device has, as bytes or ``"40GB"``; None or ``"unlimited"`` keeps
+            everything resident.
+        page_budget: fixes what pages get, whatever the rest needs.
+        page_size: upper limit of a page.
+        home: ``"host"`` or ``"disk"``: where pages live when they are not on the device.
+        home_dir: folder for the disk home.
+        link_bandwidth: bytes/s each way of an emulated bus, None for none.
+        prefetch_window: upper limit of how many passes ahead pages are loaded.
+        page_prefetch: the same in modules.
+        max_items: upper limit of resident pages.
+        eviction: victim order.
+        prefetch: makes the prefetcher; returns None for demand paging.
+        policy: policy code for the trace.
+        tuning: knobs of the scheduler.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_mem: int | str | None = None,
+        page_budget: int | str | None = None,
+        page_size: int | str = "256MB",
+        home: str = "host",
+        home_dir: str | os.PathLike[str] | None = None,
+        link_bandwidth: float | None = None,
+        prefetch_window: int | None = None,
+        page_prefetch: int | None = None,
+        max_items: int | None = None,
+        eviction: EvictionPolicy | None = None,
+        prefetch: PrefetchFactory = popularity,
+        policy: int = 0,
+        tuning: Tuning | None = None,
+    ) -> None:
+        unlimited = total_mem is None or total_mem == "unlimited"
+        self.ledger = Ledger(
+            None if unlimited else parse_size(total_mem),
+            None if page_budget is None else parse_size(page_budget),
+        )
+        if home not in ("host", "disk"):
+            raise BudgetError(f"memory.home must be host or disk, got {home!r}")
+        self._home_kind, self._home_dir = home, home_dir
+        self._link_bandwidth = link_bandwidth
+        self._limits = Limits(page_prefetch, prefetch_window)
+        self._eviction = eviction or CostAware()
+        self._prefetch = prefetch
+        self._policy = policy
+        self._tuning = tuning or Tuning(max_items=max_items)
+        self.table = PageTable(max(parse_size(page_size) // FRAME_BYTES, 1) * FRAME_BYTES)
+        self.pool: FramePool | None = None
+        self.home: Home | None = None
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether everything stays resident."""
+        return self.ledger.total_bytes is None and self.ledger.fixed_page_bytes is None
+
+    def add_group(self, spec: GroupSpec) -> tuple[int, Buffers]:
+        """Reserve a group's ranges.
+
+        Returns:
+            Its id and a buffer for each (kind, slot). A compact group's buffers lie in one range.
+        """
+        buffers: Buffers = {}
+        keys = [(Kind.PARAMETER, 0)]
+        if spec.has_gradient:
+            keys.append((Kind.GRADIENT, 0))
+        keys += [(Kind.MOMENT, slot) for slot in range(spec.num_moments)]
+        if spec.compact:
+            whole = AddressRange(max(spec.state_bytes, 1))
+            for index, key in enumerate(keys):
+                piece = (ctypes.c_uint8 * spec.num_bytes).from_address(
+                    whole.address + index * spec.num_bytes
+                )
+                piece._range = whole  # type: ignore[attr-defined]
+                buffers[key] = piece
+            addresses = {(int(Kind.PARAMETER), 0): whole.address}
+        else:
+            ranges = {key: AddressRange(spec.num_bytes) for key in keys}
+            buffers = {key: r.buffer() for key, r in ranges.items()}
+            addresses = {(int(k), slot): r.address for (k, slot), r in ranges.items()}
+        return self.table.add_group(spec, addresses), buffers
+
+    def seal(self, sets: list[tuple[int, ...]], held: dict[int, list[int]]) -> None:
+        """All groups are there: check the budget, make frames, home and engine.
+
+        Args:
+            sets: groups whose members are chosen at run time, a tuple a set.
+            held: for each group, the groups that are pinned while it runs.
+
+        Raises:
+            BudgetError: some group cannot be trained in the budget; says which would do.
+        """
+        table = self.table
+        table.seal()
+        all_frames = int(table.num_frames.sum())
+        least, owner = table.smallest_budget(held)
+        frames = (
+            self.ledger.first_page_bytes(all_frames * FRAME_BYTES, least * FRAME_BYTES)
+            // FRAME_BYTES
+        )
+        if frames < min(least, all_frames):
+            self._refuse(frames, least, owner)
+        if self._home_kind == "disk":
+            self.home = DiskHome(table.home_bytes + table.gradient_bytes, self._home_dir)
+        else:
+            self.home = HostHome(table.home_bytes, table.gradient_bytes)
+            self.ledger.home_bytes = table.home_bytes
+        self.pool = FramePool(frames)
+        engine = ThreadEngine(self.pool, self.home, self._link_bandwidth)
+        transfers = Transfers(table, engine, frames, self.home.tier, self._policy)
+        stations = Stations(table, sets)
+        library = OrderLibrary(stations)
+        weight = np.ones(len(table.pages))
+        prefetcher = None if self.unlimited else self._prefetch(library, weight, self._limits)
+        super().__init__(table, library, transfers, self._eviction, prefetcher, self._tuning)
+        self._least_frames = least
+        for group, spec in enumerate(table.groups):
+            if spec.pinned:
+                for page in table.of(group, Kind.PARAMETER):
+                    table.pins[page] += 1
+
+    def _refuse(self, frames: int, least: int, owner: int) -> None:
+        name = self.table.groups[owner].name
+        option = "memory.page_budget"
+        need = least * FRAME_BYTES
+        if self.ledger.fixed_page_bytes is None:
+            option, need = "memory.total_mem", -(-need * 4 // 3)
+        raise BudgetError(
+            f"{option}: {format_bytes(frames * FRAME_BYTES)} for pages cannot train group {name}; "
+            f"use at least {format_bytes(need)}, or smaller pages (memory.page_size)"
+        )
+
+    def rebalance(self) -> int:
+        """Measure the rest and give pages what it leaves; returns the rest's peak in bytes.
+
+        Raises:
+            BudgetError: the rest leaves less than the least that pages need.
+        """
+        assert self.pool is not None
+        rest = self.ledger.measure(self.pool.num_bytes)
+        if not self.ledger.measures:
+            return rest
+        all_bytes = int(self.table.num_frames.sum()) * FRAME_BYTES
+        target = self.ledger.page_bytes(all_bytes) // FRAME_BYTES
+        if target < self._least_frames:
+            total = self.ledger.total_bytes or 0
+            raise BudgetError(
+                f"memory.total_mem: activations and the rest peak at {format_bytes(rest)} of "
+                f"{format_bytes(total)} and leave {format_bytes(target * FRAME_BYTES)} for pages, "
+                f"which need {format_bytes(self._least_frames * FRAME_BYTES)}; use a smaller "
+                f"micro-batch, activation checkpointing, or total_mem >= "
+                f"{format_bytes(int((rest + self._least_frames * FRAME_BYTES) * 1.02))}"
+            )
+        self._resize(target)
+        return rest
+
+    def _resize(self, frames: int) -> None:
+        assert self.pool is not None
+        more = frames - self.pool.num_frames
+        if more > 0:
+            self.pool.grow(more)
+            self.transfers.free += more
+        elif more < 0:
+            self._make_room(-more)
+            while self.transfers.free < -more and self.transfers.wait_any():
+                pass
+            self.transfers.free += more
+            self.pool.shrink(-more)
+        self.transfers.num_frames = self.pool.num_frames
+
+    @property
+    def home_tier(self) -> Tier:
+        assert self.home is not None
+        return self.home.tier
+
+    def close(self) -> None:
+        """Stop the engine and close the home. The model's parameters are gone with it."""
+        if self.pool is not None:
+            self.transfers.engine.close()  # type: ignore[attr-defined]
+            assert self.home is not None
+            self.home.close()

@@ -1,0 +1,204 @@
+"""The page table: which bytes exist, how they are cut into pages, and where each page is.
+
+A *range* is one (group, kind, slot): a group's parameters, its gradient, or one optimizer moment.
+It is cut into pages of at most ``page_size``, each a run of whole frames. A group whose whole
+state fits one frame is *compact*: its kinds share one page. A group of a few KiB is *pinned*.
+
+Scalars that a hook reads live in lists, what a plan needs for all pages at once in numpy arrays.
+The table is bookkeeping on integers: it moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import numpy as np
+
+from odc.memory.events import Kind
+from odc.memory.frames import FRAME_BYTES, frames_for
+
+PINNED_BYTES = 64 * 1024
+
+
+class PageState(IntEnum):
+    HOME = 0  # no frames; the home's copy is the only one (or none exists: an unborn gradient)
+    LOADING = 1  # frames booked, load or map submitted and not known to be done
+    RESIDENT = 2  # frames hold the only valid copy, or one equal to the home's
+    EVICTING = 3  # the way out is submitted; frames are booked by whoever waits for them
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page. ``offset`` is its place in the home."""
+
+    page: int
+    group: int
+    kind: Kind
+    slot: int
+    part: int
+    num_bytes: int
+    num_frames: int
+    address: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """What memory knows of a group.
+
+    Attributes:
+        name: for messages.
+        num_bytes: bytes of its parameters, and so of its gradient and of each moment.
+        num_moments: optimizer moments; 0 for a frozen group.
+        has_gradient: False for a frozen group.
+        layer, expert, set_index: place in the model; -1 where there is none.
+    """
+
+    name: str
+    num_bytes: int
+    num_moments: int
+    has_gradient: bool
+    layer: int = -1
+    expert: int = -1
+    set_index: int = -1
+
+    @property
+    def state_bytes(self) -> int:
+        return self.num_bytes * (1 + self.num_moments + int(self.has_gradient))
+
+    @property
+    def compact(self) -> bool:
+        return self.state_bytes <= FRAME_BYTES
+
+    @property
+    def pinned(self) -> bool:
+        return self.state_bytes <= PINNED_BYTES
+
+
+@dataclass(slots=True)
+class PageTable:
+    """All groups and pages of a model, and the state of each page."""
+
+    page_size: int
+    groups: list[GroupSpec] = field(default_factory=list)
+    pages: list[Page] = field(default_factory=list)
+    home_bytes: int = 0  # of parameters and moments
+    gradient_bytes: int = 0  # of gradients, behind them in the home
+    # per (group, kind): tuples of page ids; one tuple a part for moments
+    _by_kind: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    state: list[PageState] = field(default_factory=list)
+    pins: list[int] = field(default_factory=list)
+    last_use: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    num_frames: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    evictable: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    dirty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    resident: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+
+    def add_group(self, spec: GroupSpec, addresses: dict[tuple[int, int], int]) -> int:
+        """Add a group whose ranges lie at ``addresses[kind, slot]`` (compact: only kind 0)."""
+        group = len(self.groups)
+        self.groups.append(spec)
+        if spec.compact:
+            ids = self._add_range(group, Kind.PARAMETER, 0, spec.state_bytes, addresses)
+            for kind in Kind:
+                self._by_kind[group, kind] = ids
+            return group
+        self._by_kind[group, Kind.PARAMETER] = self._add_range(
+            group, Kind.PARAMETER, 0, spec.num_bytes, addresses
+        )
+        self._by_kind[group, Kind.GRADIENT] = (
+            self._add_range(group, Kind.GRADIENT, 0, spec.num_bytes, addresses)
+            if spec.has_gradient
+            else ()
+        )
+        moments: tuple[int, ...] = ()
+        for slot in range(spec.num_moments):
+            moments += self._add_range(group, Kind.MOMENT, slot, spec.num_bytes, addresses)
+        self._by_kind[group, Kind.MOMENT] = moments
+        return group
+
+    def _add_range(
+        self,
+        group: int,
+        kind: Kind,
+        slot: int,
+        num_bytes: int,
+        addresses: dict[tuple[int, int], int],
+    ) -> tuple[int, ...]:
+        ids = []
+        frames_per_page = max(self.page_size // FRAME_BYTES, 1)
+        total = frames_for(num_bytes)
+        for part, first in enumerate(range(0, total, frames_per_page)):
+            frames = min(frames_per_page, total - first)
+            start = first * FRAME_BYTES
+            size = min(num_bytes - start, frames * FRAME_BYTES)
+            if kind == Kind.GRADIENT:
+                offset = self.gradient_bytes
+                self.gradient_bytes += frames * FRAME_BYTES
+            else:
+                offset = self.home_bytes
+                self.home_bytes += frames * FRAME_BYTES
+            page = len(self.pages)
+            address = addresses.get((kind, slot), 0) + start
+            # whole 4 KiB blocks, so that direct I/O takes it as it is
+            size = -(-size // 4096) * 4096
+            self.pages.append(Page(page, group, kind, slot, part, size, frames, address, offset))
+            ids.append(page)
+        return tuple(ids)
+
+    def seal(self) -> None:
+        """No more groups: make the arrays."""
+        n = len(self.pages)
+        self.pages = [
+            replace(p, offset=p.offset + self.home_bytes) if p.kind == Kind.GRADIENT else p
+            for p in self.pages
+        ]
+        self.state = [PageState.HOME] * n
+        self.pins = [0] * n
+        self.last_use = np.zeros(n, np.int64)
+        self.num_frames = np.array([p.num_frames for p in self.pages], np.int32)
+        self.evictable = np.zeros(n, bool)
+        self.dirty = np.zeros(n, bool)
+        self.resident = np.zeros(n, bool)
+
+    def of(self, group: int, kind: int) -> tuple[int, ...]:
+        """Page ids of a group's kind, all parts and moments."""
+        return self._by_kind[group, kind]
+
+    def parts(self, group: int) -> int:
+        """Number of parts in which a group's optimizer walks through its pages."""
+        return len(self._by_kind[group, Kind.PARAMETER])
+
+    def of_part(self, group: int, kind: int, part: int) -> list[int]:
+        """Page ids of one part (a moment has one page a slot)."""
+        return [p for p in self._by_kind[group, kind] if self.pages[p].part == part]
+
+    def frames_of(self, ids: Iterable[int]) -> int:
+        return sum(self.pages[p].num_frames for p in set(ids))
+
+    def smallest_budget(self, held: dict[int, list[int]] | None = None) -> tuple[int, int]:
+        """(frames, group) of the least budget that can train the model, and who needs it.
+
+        A group needs its parameters and its gradient together with what is ``held`` while it
+        runs (the parameters and gradients of enclosing and tied groups), or its gradient with one
+        page each of parameters and moments. Pinned groups are there all the time.
+        """
+        pinned = [g for g, spec in enumerate(self.groups) if spec.pinned]
+        always = [p for g in pinned for p in self.of(g, Kind.PARAMETER)]
+        worst, owner = self.frames_of(always), pinned[0] if pinned else -1
+        for group in range(len(self.groups)):
+            others = [
+                p
+                for other in (held or {}).get(group, [])
+                for kind in (Kind.PARAMETER, Kind.GRADIENT)
+                for p in self.of(other, kind)
+            ]
+            gradient = self.of(group, Kind.GRADIENT)
+            compute = self.frames_of([*always, *others, *self.of(group, Kind.PARAMETER), *gradient])
+            part = self.of_part(group, Kind.PARAMETER, 0) + self.of_part(group, Kind.MOMENT, 0)
+            update = self.frames_of([*always, *others, *part, *gradient])
+            if max(compute, update) > worst:
+                worst, owner = max(compute, update), group
+        return worst, owner

@@ -1,0 +1,407 @@
+"""The plan: what will be needed, how soon, how surely; and so what is worth keeping.
+
+A source says how likely each visit ahead needs each of its pages. From that follow, for every page,
+
+    keep value = sum over its uses ahead of P(this is the next use) / time until it,
+
+the expected rate at which evicting it would cost a load (times the cost of a load per byte, where
+pages differ). With certain uses this is Belady's order (farthest next use goes first), with
+nothing known but frequencies it is GDSF's frequency x cost / size. The same number admits
+prefetches: a page is loaded ahead only over victims that are worth less, so what is needed
+sooner is never evicted for what is needed later (rule 2 of Cao, Felten, Karlin and Li, 1995).
+
+Plans are made when something was learned (a pass began, its backward began, a set's members became
+known, the order was lost) and stay valid in between: on the recorded order a used page passes from
+``keep`` to ``keep_next``, its value once its next use is past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from odc.memory.events import Kind, Phase
+from odc.memory.scores import SetScorer
+from odc.memory.stations import OrderLibrary, Stations, Upcoming, Visit
+
+# A use is never nearer than this: keeps 1 / eta finite and the nearest uses comparable.
+_SOONEST_NS = 1000.0
+_PARAMETER = 1 << Kind.PARAMETER
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a source says.
+
+    Attributes:
+        keep: (num_pages,) keep values, 1/ns.
+        keep_next: (num_pages,) the same once a page's next use is past.
+        wish: pages to have, by expected time of use.
+        wish_visit: for each of them, the number of visits ahead at which it is used.
+        visits: visits begun since the plan was made.
+        cursor: entries of ``wish`` below this are settled.
+    """
+
+    keep: np.ndarray
+    keep_next: np.ndarray
+    wish: np.ndarray
+    wish_visit: np.ndarray
+    visits: int = 0
+    cursor: int = 0
+
+
+class Prefetcher(Protocol):
+    """Where knowledge of the future comes from. Whatever it says, nothing but time can be lost."""
+
+    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
+        """Plan from the current visit on. ``remaining``: members of its set still to run."""
+
+    def observe(self, visit: Visit, tokens: int) -> None:
+        """The members of a set that a forward visit needs became known."""
+
+    def advance(self, visit: Visit) -> bool:
+        """A visit began; returns whether the plan must be made anew."""
+
+    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
+        """The runtime knows more than the past: P(group is used at its next forward visit)."""
+
+
+class _Builder:
+    """Adds up keep values and the wish list over uses ahead, in order of time."""
+
+    def __init__(self, num_pages: int, threshold: float) -> None:
+        self.keep = np.zeros(num_pages)
+        self.keep_next = np.zeros(num_pages)
+        self._alive = np.ones(num_pages)  # P(no use so far)
+        self._alive_next = np.ones(num_pages)  # the same from the second use on
+        self._seen = np.zeros(num_pages, bool)
+        self._threshold = threshold
+        self._wish: list[np.ndarray] = []
+        self._wish_visit: list[np.ndarray] = []
+
+    def use(
+        self, pages: np.ndarray, eta_ns: float | np.ndarray, prob: float | np.ndarray, visit: int
+    ) -> None:
+        """Pages are used in ``eta_ns`` with probability ``prob``, ``visit`` visits ahead."""
+        rate = prob / np.maximum(eta_ns, _SOONEST_NS)
+        alive = self._alive[pages]
+        self.keep[pages] += alive * rate
+        self._alive[pages] = alive * (1.0 - prob)
+        seen = self._seen[pages]
+        again = np.where(seen, self._alive_next[pages], 0.0)
+        self.keep_next[pages] += again * rate
+        self._alive_next[pages] -= again * prob
+        self._seen[pages] = True
+        wanted = pages if isinstance(prob, float) else pages[prob >= self._threshold]
+        if isinstance(prob, float) and prob < self._threshold:
+            return
+        self._wish.append(wanted)
+        self._wish_visit.append(np.full(len(wanted), visit))
+
+    def finish(self, weight: np.ndarray) -> Plan:
+        empty = np.zeros(0, np.int64)
+        return Plan(
+            self.keep * weight,
+            self.keep_next * weight,
+            np.concatenate(self._wish) if self._wish else empty,
+            np.concatenate(self._wish_visit) if self._wish_visit else empty,
+        )
+
+
+@dataclass(slots=True)
+class Limits:
+    """Upper limits of a plan that users may set; None leaves it to bytes and link time."""
+
+    page_prefetch: int | None = None  # visits ahead
+    prefetch_window: int | None = None  # passes ahead
+
+
+class OrderPrefetcher:
+    """Plans along the recorded order; subclasses say how likely members of sets are.
+
+    Args:
+        library: recorded orders and the tape.
+        weight: (num_pages,) cost of a load per byte, relative.
+        threshold: least probability at which a page is worth loading ahead.
+        limits: how far ahead pages may be loaded.
+    """
+
+    def __init__(
+        self,
+        library: OrderLibrary,
+        weight: np.ndarray,
+        threshold: float = 0.5,
+        limits: Limits | None = None,
+    ) -> None:
+        self.library = library
+        self.stations: Stations = library.stations
+        self.weight = weight
+        self.threshold = threshold
+        self.limits = limits or Limits()
+        self._last_phase = -1
+
+    def observe(self, visit: Visit, tokens: int) -> None:
+        """Nothing is learned from a set's members but the order itself."""
+
+    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
+        """A recorded order takes no hints."""
+
+    def advance(self, visit: Visit) -> bool:
+        changed = visit.phase != self._last_phase or len(self.library.live) == 1
+        self._last_phase = visit.phase
+        is_set = self.stations.stations[visit.station].set_index >= 0
+        return changed or (is_set and visit.phase in (Phase.FORWARD, Phase.EVALUATION))
+
+    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
+        if self.library.ctx not in self.library.orders:
+            return None
+        builder = _Builder(len(self.weight), self.threshold)
+        if current is not None and remaining:
+            self._use_remaining(builder, current, remaining)
+        for ahead, upcoming in enumerate(self.library.upcoming(), start=1):
+            self._use(builder, upcoming, ahead)
+        plan = builder.finish(self.weight)
+        self._limit(plan)
+        return plan
+
+    def _use_remaining(self, builder: _Builder, current: Visit, remaining: list[int]) -> None:
+        recorded = self._recorded(current)
+        kinds = recorded.kinds if recorded is not None else _PARAMETER
+        pages, members = self.stations.pages(current.station, kinds)
+        count = max(
+            recorded.used.sum() if recorded is not None and recorded.used is not None else 0, 1
+        )
+        each = (recorded.dur_ns if recorded is not None else 0.0) / count
+        for position, member in enumerate(remaining):
+            builder.use(pages[members == member], position * each, 1.0, 0)
+
+    def _recorded(self, visit: Visit) -> Visit | None:
+        order = self.library.orders.get(self.library.ctx, [])
+        position = self.library.position
+        if 0 <= position < len(order) and order[position].key == visit.key:
+            return order[position]
+        return None
+
+    def _use(self, builder: _Builder, upcoming: Upcoming, ahead: int) -> None:
+        visit = upcoming.visit
+        kinds = self._kinds(upcoming)
+        if not kinds:
+            return
+        pages, members = self.stations.pages(visit.station, kinds)
+        chances = self._members(upcoming)
+        if chances is None:
+            builder.use(pages, upcoming.eta_ns, 1.0, ahead)
+            return
+        order = self._order(upcoming)
+        if order:
+            position = np.full(len(chances), len(order))
+            position[order] = np.arange(len(order))
+            by_order = np.argsort(position[members], kind="stable")
+            pages, members = pages[by_order], members[by_order]
+        builder.use(pages, upcoming.eta_ns, chances[members], ahead)
+
+    def _limit(self, plan: Plan) -> None:
+        allowed = np.ones(len(plan.wish), bool)
+        if self.limits.page_prefetch is not None:
+            allowed &= plan.wish_visit <= self.limits.page_prefetch
+        if self.limits.prefetch_window is not None:
+            order = self.library.orders[self.library.ctx]
+            left = len(order) - self.library.position
+            allowed &= plan.wish_visit <= left + len(order) * (self.limits.prefetch_window - 1)
+        plan.wish, plan.wish_visit = plan.wish[allowed], plan.wish_visit[allowed]
+
+    def _kinds(self, upcoming: Upcoming) -> int:
+        return upcoming.visit.kinds
+
+    def _order(self, upcoming: Upcoming) -> list[int]:
+        return upcoming.visit.order
+
+    def _members(self, upcoming: Upcoming) -> np.ndarray | None:
+        """(num_members,) probability of each member, or None for a single group."""
+        used = upcoming.visit.used
+        return None if used is None else used.astype(np.float64)
+
+
+class ReplayPrefetcher(OrderPrefetcher):
+    """The last pass again, members and all."""
+
+
+class TapePrefetcher(OrderPrefetcher):
+    """Backward and optimizer mirror this forward exactly; forward sets are a scorer's guess."""
+
+    def __init__(
+        self,
+        library: OrderLibrary,
+        weight: np.ndarray,
+        scorer: SetScorer,
+        threshold: float = 0.5,
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(library, weight, threshold, limits)
+        self.scorer = scorer
+        self._hints: dict[int, dict[int, float]] = {}  # set -> member -> score
+
+    def observe(self, visit: Visit, tokens: int) -> None:
+        assert visit.used is not None
+        set_index = self.stations.stations[visit.station].set_index
+        self._hints.pop(set_index, None)
+        self.scorer.observe(set_index, visit.used, tokens)
+
+    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
+        """Hold the scores of set members until their set is visited; other groups are certain."""
+        for group, score in zip(groups, scores, strict=True):
+            set_index = self.stations.stations[self.stations.of_group[group]].set_index
+            if set_index >= 0:
+                member = self.stations.member_of[group]
+                self._hints.setdefault(set_index, {})[member] = min(max(float(score), 0.0), 1.0)
+
+    def _taped(self, upcoming: Upcoming) -> np.ndarray | None:
+        """The members that are known, or None."""
+        set_index = self.stations.stations[upcoming.visit.station].set_index
+        if upcoming.cycle or self.library.is_forward(upcoming.visit.phase):
+            return None
+        if upcoming.visit.phase == Phase.OPTIMIZER:
+            return self.library.touched[set_index]
+        return self.library.tape[set_index]
+
+    def _kinds(self, upcoming: Upcoming) -> int:
+        visit = upcoming.visit
+        if visit.used is None or self.library.is_forward(visit.phase):
+            return visit.kinds
+        if self._taped(upcoming) is not None:
+            return visit.kinds
+        return visit.kinds & ~_PARAMETER  # its forward's guess already counts for the parameters
+
+    def _order(self, upcoming: Upcoming) -> list[int]:
+        set_index = self.stations.stations[upcoming.visit.station].set_index
+        if self._taped(upcoming) is None:
+            return []
+        return self.library.tape_order[set_index][::-1]
+
+    def _members(self, upcoming: Upcoming) -> np.ndarray | None:
+        visit = upcoming.visit
+        if visit.used is None:
+            return None
+        taped = self._taped(upcoming)
+        if taped is not None:
+            return taped.astype(np.float64)
+        set_index = self.stations.stations[visit.station].set_index
+        scores = np.array(self.scorer.scores()[set_index, : len(visit.used)], np.float64)
+        for member, score in self._hints.get(set_index, {}).items():
+            scores[member] = score
+        return scores
+
+
+class NextKPrefetcher:
+    """The next ``k`` pages in address order after the page last used; knows no order."""
+
+    def __init__(self, stations: Stations, k: int = 4) -> None:
+        self.table = stations.table
+        self.stations = stations
+        self.k = k
+        parameters = [p.page for p in self.table.pages if p.kind == Kind.PARAMETER]
+        self._parameters = np.array(parameters, np.int64)
+
+    def observe(self, visit: Visit, tokens: int) -> None:
+        """Nothing is learned."""
+
+    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
+        """Takes no hints."""
+
+    def advance(self, visit: Visit) -> bool:
+        return True
+
+    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
+        if current is None:
+            return None
+        station = self.stations.stations[current.station]
+        members = current.order or [0]
+        group = station.groups[members[-1]]
+        return self.after(group)
+
+    def after(self, group: int) -> Plan:
+        """The plan after a use of ``group``."""
+        last = max(self.table.of(group, Kind.PARAMETER))
+        at = int(np.searchsorted(self._parameters, last)) + 1
+        wish = self._parameters[at : at + self.k]
+        keep = np.zeros(len(self.table.pages))
+        keep[wish] = 1.0
+        return Plan(keep, keep, wish, np.ones(len(wish), np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class FutureVisit:
+    """A visit of a recorded future: its key and the pages whose content it needs, in order."""
+
+    key: int
+    pages: np.ndarray
+    dur_ns: float
+
+
+class OraclePrefetcher:
+    """Knows the future, from a trace of the same steps. For measuring only.
+
+    Args:
+        future: the visits to come, in order.
+        weight: (num_pages,) cost of a load per byte, relative.
+        horizon: visits ahead that may be loaded.
+    """
+
+    def __init__(
+        self, future: Iterable[FutureVisit], weight: np.ndarray, horizon: int = 64
+    ) -> None:
+        self.future = list(future)
+        self.weight = weight
+        self.horizon = horizon
+        self.position = -1
+        starts = np.cumsum([0.0] + [v.dur_ns for v in self.future])
+        self._start_ns = np.append(starts, starts[-1] + 1e15)
+        uses: list[list[int]] = [[] for _ in weight]
+        for index, visit in enumerate(self.future):
+            for page in visit.pages:
+                uses[page].append(index)
+        never = len(self.future) + 1
+        self._uses = [np.array([*u, never, never], np.int64) for u in uses]
+        self._next = np.zeros(len(weight), np.int64)  # index into a page's uses
+
+    def observe(self, visit: Visit, tokens: int) -> None:
+        """Nothing to learn."""
+
+    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
+        """Knows already."""
+
+    def advance(self, visit: Visit) -> bool:
+        for index in range(self.position + 1, len(self.future)):
+            if self.future[index].key == visit.key:
+                self.position = index
+                break
+        return True
+
+    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
+        keep = np.zeros(len(self.weight))
+        keep_next = np.zeros(len(self.weight))
+        now = self._start_ns[max(self.position, 0)]
+        for page, uses in enumerate(self._uses):
+            at = self._next[page]
+            while uses[at] < self.position:
+                at += 1
+            self._next[page] = at
+            later = at + 1 if uses[at] == self.position else at
+            keep[page] = 1.0 / max(self._start_ns[uses[at]] - now, _SOONEST_NS)
+            keep_next[page] = 1.0 / max(self._start_ns[uses[later]] - now, _SOONEST_NS)
+        wish: list[np.ndarray] = []
+        ahead: list[np.ndarray] = []
+        for index in range(self.position, min(self.position + self.horizon, len(self.future))):
+            if index >= 0:
+                wish.append(self.future[index].pages)
+                ahead.append(np.full(len(self.future[index].pages), index - self.position))
+        empty = np.zeros(0, np.int64)
+        return Plan(
+            keep * self.weight,
+            keep_next * self.weight,
+            np.concatenate(wish) if wish else empty,
+            np.concatenate(ahead) if ahead else empty,
+        )

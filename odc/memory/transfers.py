@@ -1,0 +1,335 @@
+"""Transfers: page states, frame bookings and commands in flight.
+
+Frames are *booked* before they are taken: what is free, then what a submitted eviction will give
+back (the load then waits for that eviction). So the pages account never exceeds the pool, and
+a command never finds the pool empty. A write-back that is queued is taken back when its page is
+written again or dies; one that has started runs on, and the page stays dirty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from odc.memory.engines.base import CommandKind, Priority, Ticket, TransferEngine
+from odc.memory.events import Act, Sink, Tier
+from odc.memory.frames import FRAME_BYTES
+from odc.memory.pages import PageState, PageTable
+
+_Booking = list[tuple[Ticket | None, int]]
+
+
+class TimedEngine(TransferEngine, Protocol):
+    """An engine and the clock it lives in."""
+
+    def now_ns(self) -> int: ...
+
+
+@dataclass(slots=True)
+class _Storing:
+    ticket: Ticket
+    generation: int
+    early: bool
+
+
+class Transfers:
+    """Moves pages and keeps the books.
+
+    Args:
+        table: the pages; their states are written here and nowhere else.
+        engine: runs the commands.
+        num_frames: frames of the pool, all free.
+        home_tier: for the trace.
+        policy: policy code for the trace.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        engine: TimedEngine,
+        num_frames: int,
+        home_tier: Tier,
+        policy: int = 0,
+    ) -> None:
+        self.table = table
+        self.engine = engine
+        self.num_frames = num_frames
+        self.free = num_frames
+        self.home_tier = home_tier
+        self.policy = policy
+        self.sink: Sink | None = None
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.loading: dict[int, Ticket] = {}
+        self.storing: dict[int, _Storing] = {}
+        self.in_flight_bytes = 0
+        self.out_flight_bytes = 0
+        self.prefetched: set[int] = set()
+        self.num_resident = 0
+        self._demanded: dict[int, int] = {}  # page -> seq of the need that a load serves
+        self._coming: deque[tuple[Ticket, int]] = deque()
+        self._coming_frames = 0
+        self._evicting: dict[int, Ticket] = {}
+        self._booked: dict[int, _Booking] = {}
+        self._generation = [0] * len(table.pages)
+
+    @property
+    def available(self) -> int:
+        """Frames that are free, or will be when evictions under way are done."""
+        return self.free + self._coming_frames
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of frames that pages hold, have booked, or have not yet given back."""
+        return (self.num_frames - self.free) * FRAME_BYTES
+
+    # -- books ---------------------------------------------------------------------------------
+
+    def _book(self, page: int) -> tuple[Ticket, ...]:
+        need = int(self.table.num_frames[page])
+        assert need <= self.available, f"page {page}: {need} frames, {self.available} available"
+        booking: _Booking = []
+        taken = min(need, self.free)
+        if taken:
+            self.free -= taken
+            booking.append((None, taken))
+            need -= taken
+        while need:
+            ticket, frames = self._coming.popleft()
+            taken = min(need, frames)
+            if taken < frames:
+                self._coming.appendleft((ticket, frames - taken))
+            self._coming_frames -= taken
+            booking.append((ticket, taken))
+            need -= taken
+        self._booked[page] = booking
+        tickets = [t for t, _ in booking if t is not None]
+        own = self._evicting.get(page)
+        if own is not None:
+            tickets.append(own)
+        return tuple(tickets)
+
+    def _unbook(self, page: int) -> None:
+        for ticket, frames in self._booked.pop(page):
+            if ticket is None or self.engine.poll(ticket):
+                self.free += frames
+            else:
+                self._coming.append((ticket, frames))
+                self._coming_frames += frames
+
+    # -- the way in ----------------------------------------------------------------------------
+
+    def load(self, page: int, seq: int) -> None:
+        """Load a page; ``seq`` is the need it serves, -1 for a prefetch."""
+        after = self._book(page)
+        priority = Priority.NORMAL if seq < 0 else Priority.URGENT
+        ticket = self.engine.submit(CommandKind.LOAD, self.table.pages[page], after, priority)
+        self.table.state[page] = PageState.LOADING
+        self.loading[page] = ticket
+        num_bytes = self.table.pages[page].num_bytes
+        self.in_flight_bytes += num_bytes
+        self.bytes_in += num_bytes
+        if seq < 0:
+            self.prefetched.add(page)
+        else:
+            self._demanded[page] = seq
+
+    def create(self, page: int) -> None:
+        """Give a page frames without loading it."""
+        after = self._book(page)
+        ticket = self.engine.submit(
+            CommandKind.CREATE, self.table.pages[page], after, Priority.URGENT
+        )
+        self.table.state[page] = PageState.LOADING
+        self.loading[page] = ticket
+
+    def settle(self, page: int) -> int:
+        """Wait until a page that is on its way is resident; returns the time waited."""
+        ticket = self.loading[page]
+        if self.engine.poll(ticket):
+            self._arrived(page, ticket)
+            return 0
+        start = self.engine.now_ns()
+        self.engine.wait(ticket)
+        self._arrived(page, ticket)
+        return self.engine.now_ns() - start
+
+    def _arrived(self, page: int, ticket: Ticket) -> None:
+        del self.loading[page]
+        del self._booked[page]
+        table = self.table
+        table.state[page] = PageState.RESIDENT
+        table.resident[page] = True
+        table.evictable[page] = table.pins[page] == 0
+        self.num_resident += 1
+        if ticket.kind == CommandKind.LOAD:
+            num_bytes = table.pages[page].num_bytes
+            self.in_flight_bytes -= num_bytes
+            seq = self._demanded.pop(page, -1)
+            act = Act.PREFETCH if page in self.prefetched else Act.LOAD
+            self.prefetched.discard(page)
+            self._record(ticket, seq, page, act, self.home_tier, Tier.DEVICE, num_bytes)
+
+    def cancel_one_prefetch(self) -> bool:
+        """Take back the prefetch that was queued last; False if none can be."""
+        for page in reversed(list(self.loading)):
+            ticket = self.loading[page]
+            if page not in self.prefetched or not self.engine.cancel(ticket):
+                continue
+            del self.loading[page]
+            self.prefetched.discard(page)
+            num_bytes = self.table.pages[page].num_bytes
+            self.in_flight_bytes -= num_bytes
+            self.bytes_in -= num_bytes
+            evicting = page in self._evicting
+            self.table.state[page] = PageState.EVICTING if evicting else PageState.HOME
+            self._unbook(page)
+            self._record(None, -1, page, Act.CANCEL, self.home_tier, Tier.DEVICE, num_bytes)
+            return True
+        return False
+
+    # -- the way out ---------------------------------------------------------------------------
+
+    def store(self, page: int, early: bool) -> Ticket:
+        """Write a dirty page home."""
+        overtaken = self.storing.pop(page, None)
+        if overtaken is not None:  # it runs on, but what it writes is old already
+            self._stored(page, overtaken)
+        priority = Priority.EARLY if early else Priority.NORMAL
+        ticket = self.engine.submit(CommandKind.STORE, self.table.pages[page], (), priority)
+        self.storing[page] = _Storing(ticket, self._generation[page], early)
+        num_bytes = self.table.pages[page].num_bytes
+        self.out_flight_bytes += num_bytes
+        self.bytes_out += num_bytes
+        return ticket
+
+    def evict(self, page: int) -> None:
+        """Start a page's way out: store it if it is dirty, then give its frames back."""
+        table = self.table
+        after: tuple[Ticket, ...] = ()
+        storing = self.storing.get(page)
+        if storing is not None:
+            if storing.generation != self._generation[page]:
+                after = (storing.ticket, self.store(page, early=False))
+            else:
+                after = (storing.ticket,)
+        elif table.dirty[page]:
+            after = (self.store(page, early=False),)
+        self._release(page, after)
+        self._record(None, -1, page, Act.EVICT, Tier.DEVICE, self.home_tier, 0)
+
+    def drop(self, page: int) -> None:
+        """A page died: give its frames back, store nothing."""
+        after: tuple[Ticket, ...] = ()
+        if page in self.storing and not self._take_back(page):
+            after = (self.storing[page].ticket,)
+        self.table.dirty[page] = False
+        self._generation[page] += 1
+        self._release(page, after)
+        self._record(None, -1, page, Act.DROP, Tier.DEVICE, Tier.DEVICE, 0)
+
+    def _release(self, page: int, after: tuple[Ticket, ...]) -> None:
+        table = self.table
+        table.state[page] = PageState.EVICTING
+        table.evictable[page] = False
+        table.resident[page] = False
+        self.num_resident -= 1
+        ticket = self.engine.submit(CommandKind.RELEASE, table.pages[page], after)
+        self._evicting[page] = ticket
+        frames = int(table.num_frames[page])
+        self._coming.append((ticket, frames))
+        self._coming_frames += frames
+
+    def dirtied(self, page: int) -> None:
+        """The content of a resident page is about to change."""
+        self._generation[page] += 1
+        self.table.dirty[page] = True
+        if page in self.storing:
+            self._take_back(page)
+
+    def _take_back(self, page: int) -> bool:
+        """Cancel a queued store."""
+        storing = self.storing[page]
+        if not self.engine.cancel(storing.ticket):
+            return False
+        del self.storing[page]
+        num_bytes = self.table.pages[page].num_bytes
+        self.out_flight_bytes -= num_bytes
+        self.bytes_out -= num_bytes
+        self._record(None, -1, page, Act.CANCEL, Tier.DEVICE, self.home_tier, num_bytes)
+        return True
+
+    # -- completion ----------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take note of what is done. Raises what a command raised."""
+        poll = self.engine.poll
+        for page in [p for p, t in self.loading.items() if poll(t)]:
+            self._arrived(page, self.loading[page])
+        for page in [p for p, s in self.storing.items() if poll(s.ticket)]:
+            self._stored(page, self.storing.pop(page))
+        for page in [p for p, t in self._evicting.items() if poll(t)]:
+            del self._evicting[page]
+            if self.table.state[page] == PageState.EVICTING:
+                self.table.state[page] = PageState.HOME
+        while self._coming and poll(self._coming[0][0]):
+            _, frames = self._coming.popleft()
+            self._coming_frames -= frames
+            self.free += frames
+
+    def _stored(self, page: int, storing: _Storing) -> None:
+        num_bytes = self.table.pages[page].num_bytes
+        self.out_flight_bytes -= num_bytes
+        if storing.generation == self._generation[page]:
+            self.table.dirty[page] = False
+        act = Act.EARLY_WRITE_BACK if storing.early else Act.WRITE_BACK
+        self._record(storing.ticket, -1, page, act, Tier.DEVICE, self.home_tier, num_bytes)
+
+    def wait_any(self) -> bool:
+        """Wait for one command in flight; False if there is none."""
+        tickets = [*self.loading.values(), *(t for t, _ in self._coming)]
+        if not tickets:
+            return False
+        self.engine.wait(tickets[0])
+        self.poll()
+        return True
+
+    def check(self) -> None:
+        """Assert that every frame is in exactly one place."""
+        table = self.table
+        held = sum(int(n) for n, r in zip(table.num_frames, table.resident, strict=True) if r)
+        booked = sum(int(table.num_frames[p]) for p in self.loading)
+        coming = sum(n for _, n in self._coming)
+        assert coming == self._coming_frames, f"{coming=} {self._coming_frames=}"
+        assert held + booked + coming + self.free == self.num_frames, (
+            f"{held=} + {booked=} + {coming=} + {self.free=} != {self.num_frames}"
+        )
+
+    def drain(self) -> None:
+        """Wait for everything in flight."""
+        for page in list(self.loading):
+            self.settle(page)
+        for storing in list(self.storing.values()):
+            self.engine.wait(storing.ticket)
+        for ticket in list(self._evicting.values()):
+            self.engine.wait(ticket)
+        self.poll()
+
+    def _record(
+        self,
+        ticket: Ticket | None,
+        seq: int,
+        page: int,
+        act: Act,
+        src: Tier,
+        dst: Tier,
+        num_bytes: int,
+    ) -> None:
+        if self.sink is None:
+            return
+        if ticket is None:
+            start, duration = self.engine.now_ns(), 0
+        else:
+            start, duration = ticket.done_ns - ticket.dur_ns, ticket.dur_ns
+        self.sink.action(start, seq, page, act, src, dst, num_bytes, duration, 0, self.policy)
