@@ -1,9 +1,9 @@
 """The ledger: what the device's memory is spent on, and what pages may have of it.
 
 Pages are counted exactly by their frames. All the rest (activations, what autograd holds,
-gradients on their way into pages, the allocator's own keep) is measured on a machine without a device
-as the process's peak resident size above where it stood before the model was made, less what pages
-and a home in host memory take. Pages get what the rest leaves of ``total_mem``.
+gradients on their way into pages, the allocator's own keep) is measured, on a machine without a
+device, as the process's peak resident size above where it stood before the model was made, less
+what pages and a home in host memory take. Pages get what the rest leaves of ``total_mem``.
 """
 
 from __future__ import annotations

@@ -161,10 +161,7 @@ class MemoryManager(Pager):
         prefetcher = None if self.unlimited else self._prefetch(library, weight, self._limits)
         super().__init__(table, library, transfers, self._eviction, prefetcher, self._tuning)
         self._least_frames = least
-        for group, spec in enumerate(table.groups):
-            if spec.pinned:
-                for page in table.of(group, Kind.PARAMETER):
-                    table.pins[page] += 1
+        self.hold_pinned()
 
     def _refuse(self, frames: int, least: int, owner: int) -> None:
         name = self.table.groups[owner].name

@@ -19,7 +19,7 @@ from odc.memory.issue import Victims, choose_loads, choose_write_backs, missing_
 from odc.memory.pages import PageState, PageTable
 from odc.memory.plan import Plan, Prefetcher
 from odc.memory.stations import OrderLibrary, Visit
-from odc.memory.transfers import TimedEngine, Transfers
+from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, Lru
 
 Need = tuple[Kind, Op]
@@ -201,6 +201,13 @@ class Pager:
         for page in self.table.of(group, kind):
             self.table.pins[page] += 1
         self.drop(group, kind)
+
+    def hold_pinned(self) -> None:
+        """Groups of a few KiB stay: pin them for good."""
+        for group, spec in enumerate(self.table.groups):
+            if spec.pinned:
+                for page in self.table.of(group, Kind.PARAMETER):
+                    self.table.pins[page] += 1
 
     def end_update(self) -> None:
         """The optimizer step is over."""

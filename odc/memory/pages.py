@@ -148,6 +148,40 @@ class PageTable:
             ids.append(page)
         return tuple(ids)
 
+    @staticmethod
+    def of_trace(pages: dict[str, np.ndarray]) -> PageTable:
+        """The sealed table of a recorded run, from the columns of its ``pages.arrow``.
+
+        A compact group shows pages of kind parameter only; they stand for its other kinds too.
+        """
+        table = PageTable(page_size=1 << 62)
+        order = np.argsort(pages["page"], kind="stable")
+        columns = {name: values[order] for name, values in pages.items()}
+        num_groups = int(columns["group"].max()) + 1 if len(order) else 0
+        rows_of: list[list[int]] = [[] for _ in range(num_groups)]
+        for row, group in enumerate(columns["group"]):
+            rows_of[int(group)].append(row)
+            size = int(columns["bytes"][row])
+            made = Page(
+                int(columns["page"][row]),
+                int(group),
+                Kind(int(columns["kind"][row])),
+                int(columns["slot"][row]),
+                int(columns["part"][row]),
+                size,
+                frames_for(size),
+                0,
+                0,
+            )
+            table.pages.append(made)
+        for group, rows in enumerate(rows_of):
+            table.groups.append(_traced_spec(columns, rows))
+            for kind in Kind:
+                own = tuple(p.page for p in table.pages if p.group == group and p.kind == kind)
+                table._by_kind[group, kind] = own or table._by_kind.get((group, 0), ())
+        table.seal()
+        return table
+
     def seal(self) -> None:
         """No more groups: make the arrays."""
         n = len(self.pages)
@@ -202,3 +236,19 @@ class PageTable:
             if max(compute, update) > worst:
                 worst, owner = max(compute, update), group
         return worst, owner
+
+
+def _traced_spec(columns: dict[str, np.ndarray], rows: list[int]) -> GroupSpec:
+    kinds = columns["kind"][rows]
+    parameter = [r for r, k in zip(rows, kinds, strict=True) if k == Kind.PARAMETER]
+    slots = {int(columns["slot"][r]) for r, k in zip(rows, kinds, strict=True) if k == Kind.MOMENT}
+    first = rows[0]
+    return GroupSpec(
+        str(columns["module_path"][first]),
+        int(columns["bytes"][parameter].sum()),
+        len(slots),
+        bool((kinds == Kind.GRADIENT).any()),
+        int(columns["layer"][first]),
+        int(columns["expert"][first]),
+        int(columns["set"][first]),
+    )

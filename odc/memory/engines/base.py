@@ -2,9 +2,9 @@
 
 The training thread decides and submits; an engine acts elsewhere. A command may wait for others
 (``after``); it runs in one of three channels: *in* (frames are mapped and filled), *out* (frames
-are written home) and *moves* (frames are given back, or mapped without content). Within a channel the ready command of the highest priority
-runs first, in order of submission among equals. ``wait`` makes a command, and all that it waits
-for, urgent: a demand overtakes queued prefetches.
+are written home) and *moves* (frames are given back, or mapped without content). Within a channel
+the ready command of the highest priority runs first, in order of submission among equals. ``wait``
+makes a command, and all that it waits for, urgent: a demand overtakes queued prefetches.
 """
 
 from __future__ import annotations
