@@ -96,19 +96,19 @@ def residency_intervals(
 def _moves(actions: Table, created: Table | None) -> Table:
     """Return columns page, t_ns, session, before, after: every change of a page's tier."""
     empty = dict.fromkeys(("page", "t_ns", "session", "before", "after"), np.empty(0, np.int64))
-    act, dst = actions["act"], actions["dst"]
+    act = actions["act"]
     arrives = (act == Act.LOAD) | (act == Act.PREFETCH)
-    returns = (act == Act.CANCEL) & (dst == Tier.DEVICE)
+    stays_put = act == Act.CANCEL  # a transfer that did not happen leaves the page where it was
     leaves = act == Act.EVICT
     dies = act == Act.DROP
-    rows = np.flatnonzero(arrives | returns | leaves | dies)
+    rows = np.flatnonzero(arrives | stays_put | leaves | dies)
     src = actions["src"].astype(np.int64)
     after = np.full(len(act), int(Tier.DEVICE))
-    after[leaves] = dst[leaves]
-    after[returns] = src[returns]
+    after[leaves] = actions["dst"][leaves]
+    after[stays_put] = src[stays_put]
     after[dies] = _NOWHERE
     before = np.full(len(act), int(Tier.DEVICE))
-    before[arrives | returns] = src[arrives | returns]
+    before[arrives | stays_put] = src[arrives | stays_put]
     moves = {
         "page": actions["page"][rows].astype(np.int64),
         "t_ns": actions["t_ns"][rows],

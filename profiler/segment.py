@@ -95,7 +95,9 @@ class SegmentWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._side_fd = -1
         self._side_bytes = 0
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        # Columns are small: handing each to a thread pool takes longer than compressing it, and the
+        # pool competes with the training threads.
+        options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
         self._arrow = pa.ipc.new_stream(self._collector, self._schema, options=options)
         self._arrow.write_batch(pa.RecordBatch.from_pylist([], self._schema))
         self._write(self._collector.take())

@@ -90,7 +90,7 @@ class TraceWriter:
         world_size: int = 1,
         manifest: Mapping[str, Any] | None = None,
         *,
-        buffer_rows: int = 8_192,
+        buffer_rows: int = 4_096,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         if not 1 <= buffer_rows <= MAX_BATCH_ROWS:

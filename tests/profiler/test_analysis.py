@@ -210,6 +210,18 @@ def test_group_and_byte_tables_equal_plain_counts(seed: int) -> None:
     )
 
 
+def test_an_action_belongs_to_the_step_of_the_need_it_served() -> None:
+    need = table(NEED, [{"seq": s, "t_ns": s * 10, "step": s // 2} for s in range(4)])
+    rows = [
+        action(25, 0, Act.LOAD, seq=1),  # served step 0, was recorded in step 1
+        action(25, 0, Act.EVICT),
+        action(-5, 0, Act.EVICT),
+        action(15, 0, Act.STALL, seq=99),  # of a need that was not read
+    ]
+    assert analysis.action_steps(table(ACTIONS, rows), need).tolist() == [0, 1, 0, 0]
+    assert analysis.action_steps(table(ACTIONS, rows), table(NEED, [])).tolist() == [-1] * 4
+
+
 def set_pages() -> dict[str, np.ndarray]:
     """Return two sets: 3 experts in groups 5, 3, 4 (in this order) and 2 in groups 8, 9."""
     members = [(5, 0, 0), (3, 0, 1), (4, 0, 2), (8, 1, 0), (9, 1, 1)]

@@ -223,6 +223,9 @@ def test_a_full_disk_stops_recording_with_one_warning_and_counts_the_loss(
         steps_writer(writer, range(3, 6), t_ns=2000)
         writer.close()
     assert len(caplog.records) == 1 and "training goes on" in caplog.text
+    for file in (tmp_path / "trace" / "rank00000").glob("need-*.arrows"):
+        last = json.loads(file.with_suffix(".json").read_text())["batches"][-1]
+        assert file.stat().st_size == last["offset"] + last["bytes"], "no torn batch takes space"
     reader = TraceReader(tmp_path)
     assert reader.need()["step"].tolist() == [s for s in range(3) for _ in range(7)]
     assert reader.dropped_events == 3 * 16

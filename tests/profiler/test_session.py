@@ -254,6 +254,9 @@ def test_two_ranks_record_their_collectives(tmp_path: Path) -> None:
     assert mine["src"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
     assert mine["dst"].tolist() == [-1] * 6 + [1, -1, -1]
     assert (mine["dur_ns"] > 0).all()
+    theirs = reader.comm([1], rank=1)
+    received = theirs["op"] == CommOp.RECV
+    assert theirs["src"][received].tolist() == [0] and theirs["dst"][received].tolist() == [1]
     assert reader.process_groups["0"] == [0, 1]
     alone = reader.comm([1])["pg"][[7, 16]].tolist()
     assert [reader.process_groups[str(pg)] for pg in alone] == [[0], [1]]
