@@ -2,9 +2,10 @@
 
 The arithmetic is torch's fused kernel on the pieces of parameters that lie in a page, and equals
 ``torch.optim.AdamW(fused=True)`` to the last bit: an update is elementwise, and pages end at
-multiples of the vector length. A parameter without a gradient is skipped and its step counter stands
-still, exactly where torch skips it. The norm for clipping is put together from the norms of
-single gradients in the order of ``model.parameters()``, as ``clip_grad_norm_(foreach=False)`` does.
+multiples of the vector length. A parameter without a gradient is skipped and its step counter
+stands still, exactly where torch skips it. The norm for clipping is put together from the norms of
+single gradients in the order of ``model.parameters()``, as ``clip_grad_norm_(foreach=False)``
+does.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def check_options(optimizer: type, options: dict[str, Any]) -> None:
     """
     if optimizer is not torch.optim.AdamW:
         raise ValueError(
-            f"optimizer must be torch.optim.AdamW, got {getattr(optimizer, '__name__', optimizer)}: "
-            "its state has to lie in pages; with total_mem='unlimited' any torch.optim works on "
+            f"optimizer must be torch.optim.AdamW, got {optimizer}: has to lie in pages; "
+            "with total_mem='unlimited' any torch.optim works on "
             "model.parameters()"
         )
     for name, value in options.items():
@@ -240,8 +241,8 @@ class PagedAdamW(torch.optim.Optimizer):
         """As of ``torch.optim.AdamW``, with copies of the moments: as large as they are."""
         packed = super().state_dict()
         numbers: dict[int, int] = {}
-        for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
-            for parameter, number in zip(group["params"], saved["params"], strict=True):
+        for own, saved in zip(self.param_groups, packed["param_groups"], strict=True):
+            for parameter, number in zip(own["params"], saved["params"], strict=True):
                 numbers[id(parameter)] = number
         state: dict[int, dict[str, torch.Tensor]] = {}
         for group in self._runtime.groups:

@@ -122,8 +122,8 @@ def paged(
     """Put a model's parameters, gradients and optimizer moments into pages.
 
     The model is changed in place; then the loop is plain PyTorch: ``loss.backward()``,
-    ``opt.step()``, ``opt.zero_grad()``. Losses and weights are those of ``torch.optim.AdamW(fused=True)``
-    to the last bit.
+    ``opt.step()``, ``opt.zero_grad()``. Losses and weights are those of
+    ``torch.optim.AdamW(fused=True)`` to the last bit.
 
     Args:
         model: built already (its parameters are moved into frames group by group), or on the meta

@@ -2,8 +2,8 @@
 lie in ``.grad``.
 
 Its data is a view of the range set through ``.data``, so that it has a version counter of its own:
-a sibling's update does not look like an update of this one. Reading ``.grad`` while a gradient waits in
-its page raises instead of giving ``None``: nothing is ignored silently.
+a sibling's update does not look like an update of this one. Reading ``.grad`` while a gradient
+waits in its page raises instead of giving ``None``: nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from odc.errors import PagedGradientError
 if TYPE_CHECKING:
     from odc.fsdp.group import ParamGroup
 
-_GRAD = torch.Tensor.grad  # the C attribute, which autograd fills whatever a subclass says
+_GRAD: Any = torch.Tensor.grad  # the C attribute, which autograd fills whatever a subclass says
 
 _ADVICE = (
     "the gradient of paged parameter {fqn} lies in a page, not in .grad: to clip by the global "
@@ -50,7 +50,7 @@ class PagedParameter(nn.Parameter):
         Raises:
             PagedGradientError: there is one, and it lies in a page.
         """
-        found = _GRAD.__get__(self)  # type: ignore[attr-defined]
+        found = _GRAD.__get__(self)
         group = getattr(self, "_group", None)
         if found is None and group is not None and group.holds_gradient(self._index):
             raise PagedGradientError(_ADVICE.format(fqn=self._fqn))
@@ -64,13 +64,13 @@ class PagedParameter(nn.Parameter):
                 raise PagedGradientError(_ADVICE.format(fqn=self._fqn))
             group.forget_gradient(self._index)
             return
-        _GRAD.__set__(self, value)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return (
             f"PagedParameter({self._fqn}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"requires_grad={self.requires_grad})"
@@ -85,11 +85,11 @@ class PagedParameter(nn.Parameter):
 
 def take_autograd_grad(parameter: PagedParameter) -> torch.Tensor:
     """The gradient that autograd left, taken out of ``.grad``."""
-    grad = _GRAD.__get__(parameter)  # type: ignore[attr-defined]
-    _GRAD.__set__(parameter, None)  # type: ignore[attr-defined]
+    grad = _GRAD.__get__(parameter)
+    _GRAD.__set__(parameter, None)
     return grad  # type: ignore[no-any-return]
 
 
 def set_plain_grad(parameter: PagedParameter, grad: torch.Tensor) -> None:
     """Show ``grad`` as ``.grad``, for a model that stays resident."""
-    _GRAD.__set__(parameter, grad)  # type: ignore[attr-defined]
+    _GRAD.__set__(parameter, grad)

@@ -67,7 +67,7 @@ def map_anonymous(num_bytes: int, prot: int) -> int:
     """Map ``num_bytes`` aligned to a frame; returns the address."""
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
     padded = num_bytes + FRAME_BYTES
-    base = _libc.mmap(None, padded, prot, flags, -1, 0)
+    base: int = _libc.mmap(None, padded, prot, flags, -1, 0)
     _check(base != _MAP_FAILED, f"mmap of {padded} bytes")
     start = -(-base // FRAME_BYTES) * FRAME_BYTES
     if start > base:

@@ -1,6 +1,6 @@
 """Choosing commands: which pages to load ahead over which victims, and what to write back early.
 
-Pure functions of the page table and a plan; the manager turns their answer into commands.
+Pure functions of the page table and a plan; the pager turns their answer into commands.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odc.memory.pages import PageState, PageTable
+from odc.memory.pages import PageTable
 from odc.memory.plan import Plan
 
 # A victim must be worth clearly less than what is loaded over it: equal values would swap for ever.
@@ -28,11 +28,11 @@ class Victims:
     """A sorted list of victims, taken from the front."""
 
     def __init__(self, ordered: np.ndarray, table: PageTable) -> None:
-        self._ordered = ordered.tolist()
+        self._ordered: list[int] = ordered.tolist()
         self._table = table
         self._at = 0
 
-    def peek(self, num_frames: int, below: float, keep: np.ndarray | None) -> list[int] | None:
+    def take(self, num_frames: int, below: float, keep: np.ndarray | None) -> list[int] | None:
         """The victims that free ``num_frames`` and are each worth less than ``below``, or None."""
         chosen: list[int] = []
         at = self._at
@@ -55,85 +55,72 @@ class Victims:
         return left
 
 
+def wanted_pages(table: PageTable, plan: Plan, visit_start: int) -> np.ndarray:
+    """Pages that are wished for and absent, soonest first, each once.
+
+    Args:
+        table: page states.
+        plan: wishes; those of visits that are past do not count.
+        visit_start: virtual time at which the current visit began: what it used is settled.
+    """
+    plan.cursor = int(np.searchsorted(plan.wish_visit, plan.visits))
+    pages = plan.wish[plan.cursor :]
+    wanted = table.absent[pages]
+    if not wanted.any():
+        return pages[:0]
+    now = plan.wish_visit[plan.cursor :] == plan.visits
+    wanted &= ~(now & (table.last_use[pages] >= visit_start))
+    pages = pages[wanted]
+    _, first = np.unique(pages, return_index=True)
+    return pages[np.sort(first)] if len(first) < len(pages) else pages
+
+
 def choose_loads(
     table: PageTable,
-    plan: Plan,
+    wanted: np.ndarray,
+    keep: np.ndarray,
     victims: Victims,
     free_frames: int,
     room_bytes: int,
     room_items: int | None,
-    visit_start: int,
 ) -> list[Load]:
     """Pages to load ahead now, in order of use.
 
     Args:
         table: page states.
-        plan: what is wished for and what pages are worth; its cursor moves past what is settled.
+        wanted: absent pages, soonest first.
+        keep: (num_pages,) keep values.
         victims: evictable pages, first victim first.
         free_frames: frames that need no victim.
         room_bytes: bytes that may still be put in flight.
         room_items: resident pages that may still be added, or None.
-        visit_start: virtual time at which the current visit began: what it used is settled.
     """
     loads: list[Load] = []
-    wish, ahead = plan.wish, plan.wish_visit
-    at = plan.cursor
-    chosen_pages: set[int] = set()
-    while at < len(wish) and room_bytes > 0:
-        page = int(wish[at])
-        past = ahead[at] < plan.visits
-        if past or table.state[page] in (PageState.RESIDENT, PageState.LOADING):
-            at += 1
-            if past:
-                plan.cursor = at
-            continue
-        used = ahead[at] == plan.visits and table.last_use[page] >= visit_start
-        if used or page in chosen_pages or (room_items is not None and room_items <= 0):
-            at += 1
-            continue
-        need = int(table.num_frames[page]) - free_frames
-        chosen = victims.peek(need, float(plan.keep[page]), plan.keep) if need > 0 else []
+    for page in wanted.tolist():
+        if room_bytes <= 0 or (room_items is not None and room_items <= 0):
+            break
+        frames = int(table.num_frames[page])
+        chosen: list[int] | None = []
+        if frames > free_frames:
+            chosen = victims.take(frames - free_frames, float(keep[page]), keep)
         if chosen is None:
             break
         loads.append(Load(page, chosen))
-        chosen_pages.add(page)
-        gained = sum(int(table.num_frames[v]) for v in chosen)
-        free_frames += gained - int(table.num_frames[page])
+        free_frames += sum(int(table.num_frames[v]) for v in chosen) - frames
         room_bytes -= table.pages[page].num_bytes
         if room_items is not None:
             room_items += len(chosen) - 1
-        at += 1
     return loads
 
 
 def choose_write_backs(
-    table: PageTable, plan: Plan, ordered: np.ndarray, storing: set[int], lookahead_frames: int
+    table: PageTable, ordered: np.ndarray, storing: set[int], lookahead_frames: int
 ) -> list[int]:
     """Dirty pages among the next victims: written now, they cost nothing when they must go.
 
     Only what would be evicted to make room for the next ``lookahead_frames`` is worth a write: a
     page that stays is likely to be dirtied again first.
     """
-    chosen = []
-    frames = 0
-    for page in ordered.tolist():
-        if frames >= lookahead_frames:
-            break
-        frames += int(table.num_frames[page])
-        if table.dirty[page] and page not in storing:
-            chosen.append(page)
-    return chosen
-
-
-def missing_frames(table: PageTable, plan: Plan, limit: int) -> int:
-    """Frames that the wish list asks for and that are not there, up to ``limit``."""
-    frames = 0
-    for at in range(plan.cursor, len(plan.wish)):
-        if frames >= limit:
-            return limit
-        if plan.wish_visit[at] < plan.visits:
-            continue
-        page = int(plan.wish[at])
-        if table.state[page] in (PageState.HOME, PageState.EVICTING):
-            frames += int(table.num_frames[page])
-    return frames
+    frames = table.num_frames[ordered]
+    near = ordered[np.cumsum(frames) - frames < lookahead_frames]
+    return [p for p in near[table.dirty[near]].tolist() if p not in storing]

@@ -78,9 +78,9 @@ class MemoryManager(Pager):
         policy: int = 0,
         tuning: Tuning | None = None,
     ) -> None:
-        unlimited = total_mem is None or total_mem == "unlimited"
+        limited = total_mem is not None and total_mem != "unlimited"
         self.ledger = Ledger(
-            None if unlimited else parse_size(total_mem),
+            parse_size(total_mem) if limited and total_mem is not None else None,
             None if page_budget is None else parse_size(page_budget),
         )
         if home not in ("host", "disk"):

@@ -15,7 +15,8 @@ import numpy as np
 
 from odc.errors import BudgetError
 from odc.memory.events import Account, Act, Kind, Op, Phase, Sink, Tier
-from odc.memory.issue import Victims, choose_loads, choose_write_backs, missing_frames
+from odc.memory.frames import FRAME_BYTES
+from odc.memory.issue import Victims, choose_loads, choose_write_backs, wanted_pages
 from odc.memory.pages import PageState, PageTable
 from odc.memory.plan import Plan, Prefetcher
 from odc.memory.stations import OrderLibrary, Visit
@@ -353,7 +354,7 @@ class Pager:
         transfers = self.transfers
         while transfers.available < frames:
             victims = Victims(self._ordered_victims(1.0), self.table)
-            chosen = victims.peek(frames - transfers.available, np.inf, None)
+            chosen = victims.take(frames - transfers.available, np.inf, None)
             if chosen is not None:
                 for page in chosen:
                     transfers.evict(page)
@@ -410,43 +411,47 @@ class Pager:
 
     def _think(self) -> None:
         """Load ahead and write back early, as far as the plan and the lines allow."""
-        plan = self._plan
+        plan, transfers, tuning = self._plan, self.transfers, self.tuning
         if plan is None:
             return
-        transfers, tuning = self.transfers, self.tuning
         room = tuning.flight_bytes - transfers.in_flight_bytes
-        busy_out = min(transfers.out_flight_bytes / tuning.lookahead_bytes, 1.0)
-        ordered: np.ndarray | None = None
-        if room > 0 and plan.cursor < len(plan.wish):
-            ordered = self._ordered_victims(busy_out)
-            items = None
-            if tuning.max_items is not None:
-                items = tuning.max_items - transfers.num_resident - len(transfers.loading)
-            loads = choose_loads(
-                self.table,
-                plan,
-                Victims(ordered, self.table),
-                transfers.available,
-                room,
-                items,
-                self._visit_start,
-            )
-            for load in loads:
-                for victim in load.victims:
-                    transfers.evict(victim)
-                transfers.load(load.page, -1)
-        if tuning.early_write_back and len(transfers.storing) < tuning.early_stores:
-            self._clean(plan)
-
-    def _clean(self, plan: Plan) -> None:
-        """Write back early what will have to go for the loads ahead."""
-        transfers, tuning = self.transfers, self.tuning
-        lookahead = tuning.lookahead_bytes // (2 * 1024 * 1024)
-        wanted = missing_frames(self.table, plan, lookahead) - transfers.available
-        if wanted <= 0:
+        stores = tuning.early_stores - len(transfers.storing)
+        if room <= 0 and (stores <= 0 or not tuning.early_write_back):
             return
-        chosen = choose_write_backs(
-            self.table, plan, self._ordered_victims(0.0), set(transfers.storing), wanted
+        wanted = wanted_pages(self.table, plan, self._visit_start)
+        if not len(wanted):
+            return
+        ordered = self._ordered_victims(
+            min(transfers.out_flight_bytes / tuning.lookahead_bytes, 1.0)
         )
-        for page in chosen[: tuning.early_stores - len(transfers.storing)]:
+        taken = 0
+        if room > 0:
+            taken = self._load_ahead(plan, wanted, Victims(ordered, self.table), room)
+        if tuning.early_write_back and stores > 0:
+            self._clean(ordered, wanted[taken:], stores)
+
+    def _load_ahead(self, plan: Plan, wanted: np.ndarray, victims: Victims, room: int) -> int:
+        transfers = self.transfers
+        items = None
+        if self.tuning.max_items is not None:
+            items = self.tuning.max_items - transfers.num_resident - len(transfers.loading)
+        loads = choose_loads(
+            self.table, wanted, plan.keep, victims, transfers.available, room, items
+        )
+        for load in loads:
+            for victim in load.victims:
+                transfers.evict(victim)
+            transfers.load(load.page, -1)
+        return len(loads)
+
+    def _clean(self, ordered: np.ndarray, wanted: np.ndarray, stores: int) -> None:
+        """Write back early what will have to go for the loads ahead."""
+        transfers = self.transfers
+        lookahead = self.tuning.lookahead_bytes // FRAME_BYTES
+        frames = min(int(self.table.num_frames[wanted].sum()), lookahead) - transfers.available
+        if frames <= 0:
+            return
+        ordered = ordered[self.table.evictable[ordered]]  # without what was just evicted
+        chosen = choose_write_backs(self.table, ordered, set(transfers.storing), frames)
+        for page in chosen[:stores]:
             transfers.store(page, early=True)

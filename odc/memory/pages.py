@@ -4,7 +4,8 @@ A *range* is one (group, kind, slot): a group's parameters, its gradient, or one
 It is cut into pages of at most ``page_size``, each a run of whole frames. A group whose whole
 state fits one frame is *compact*: its kinds share one page. A group of a few KiB is *pinned*.
 
-Scalars that a hook reads live in lists, what a plan needs for all pages at once in numpy arrays.
+Scalars that a hook reads live in lists, what a plan needs for all pages at once in numpy arrays
+(``absent``: neither resident nor on its way; ``evictable``: resident and not pinned).
 The table is bookkeeping on integers: it moves nothing.
 """
 
@@ -93,6 +94,7 @@ class PageTable:
     last_use: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     num_frames: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     evictable: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    absent: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     dirty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     resident: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
@@ -194,8 +196,15 @@ class PageTable:
         self.last_use = np.zeros(n, np.int64)
         self.num_frames = np.array([p.num_frames for p in self.pages], np.int32)
         self.evictable = np.zeros(n, bool)
+        self.absent = np.ones(n, bool)
         self.dirty = np.zeros(n, bool)
         self.resident = np.zeros(n, bool)
+
+    def set_state(self, page: int, state: PageState) -> None:
+        """Note where a page is; the arrays follow."""
+        self.state[page] = state
+        self.absent[page] = state in (PageState.HOME, PageState.EVICTING)
+        self.resident[page] = state == PageState.RESIDENT
 
     def of(self, group: int, kind: int) -> tuple[int, ...]:
         """Page ids of a group's kind, all parts and moments."""

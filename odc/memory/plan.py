@@ -42,7 +42,7 @@ class Plan:
         wish: pages to have, by expected time of use.
         wish_visit: for each of them, the number of visits ahead at which it is used.
         visits: visits begun since the plan was made.
-        cursor: entries of ``wish`` below this are settled.
+        cursor: entries of ``wish`` below this belong to visits that are past.
     """
 
     keep: np.ndarray
@@ -76,39 +76,37 @@ class _Builder:
         self.keep = np.zeros(num_pages)
         self.keep_next = np.zeros(num_pages)
         self._alive = np.ones(num_pages)  # P(no use so far)
-        self._alive_next = np.ones(num_pages)  # the same from the second use on
-        self._seen = np.zeros(num_pages, bool)
+        self._alive_next = np.full(num_pages, -1.0)  # the same after the first use; -1 before it
         self._threshold = threshold
         self._wish: list[np.ndarray] = []
-        self._wish_visit: list[np.ndarray] = []
+        self._wish_visit: list[int] = []
 
-    def use(
-        self, pages: np.ndarray, eta_ns: float | np.ndarray, prob: float | np.ndarray, visit: int
-    ) -> None:
-        """Pages are used in ``eta_ns`` with probability ``prob``, ``visit`` visits ahead."""
-        rate = prob / np.maximum(eta_ns, _SOONEST_NS)
-        alive = self._alive[pages]
-        self.keep[pages] += alive * rate
-        self._alive[pages] = alive * (1.0 - prob)
-        seen = self._seen[pages]
-        again = np.where(seen, self._alive_next[pages], 0.0)
-        self.keep_next[pages] += again * rate
-        self._alive_next[pages] -= again * prob
-        self._seen[pages] = True
-        wanted = pages if isinstance(prob, float) else pages[prob >= self._threshold]
-        if isinstance(prob, float) and prob < self._threshold:
-            return
-        self._wish.append(wanted)
-        self._wish_visit.append(np.full(len(wanted), visit))
+    def use(self, pages: np.ndarray, eta_ns: float, prob: np.ndarray | None, visit: int) -> None:
+        """Pages are used in ``eta_ns`` with probability ``prob`` (None: surely)."""
+        rate = 1.0 / max(eta_ns, _SOONEST_NS)
+        alive, again = self._alive[pages], self._alive_next[pages]
+        first = again < 0.0
+        if prob is None:
+            self.keep[pages] += alive * rate
+            self._alive[pages] = 0.0
+            self.keep_next[pages] += np.maximum(again, 0.0) * rate
+            self._alive_next[pages] = first
+            self._wish.append(pages)
+        else:
+            now = alive * prob
+            self.keep[pages] += now * rate
+            self._alive[pages] = alive - now
+            later = np.maximum(again, 0.0) * prob
+            self.keep_next[pages] += later * rate
+            self._alive_next[pages] = np.where(first, 1.0, again - later)
+            pages = pages[prob >= self._threshold]
+            self._wish.append(pages)
+        self._wish_visit += [visit] * len(pages)
 
     def finish(self, weight: np.ndarray) -> Plan:
-        empty = np.zeros(0, np.int64)
-        return Plan(
-            self.keep * weight,
-            self.keep_next * weight,
-            np.concatenate(self._wish) if self._wish else empty,
-            np.concatenate(self._wish_visit) if self._wish_visit else empty,
-        )
+        wish = np.concatenate(self._wish) if self._wish else np.zeros(0, np.int64)
+        ahead = np.array(self._wish_visit, np.int64)
+        return Plan(self.keep * weight, self.keep_next * weight, wish, ahead)
 
 
 @dataclass(slots=True)
@@ -176,7 +174,7 @@ class OrderPrefetcher:
         )
         each = (recorded.dur_ns if recorded is not None else 0.0) / count
         for position, member in enumerate(remaining):
-            builder.use(pages[members == member], position * each, 1.0, 0)
+            builder.use(pages[members == member], position * each, None, 0)
 
     def _recorded(self, visit: Visit) -> Visit | None:
         order = self.library.orders.get(self.library.ctx, [])
@@ -193,7 +191,7 @@ class OrderPrefetcher:
         pages, members = self.stations.pages(visit.station, kinds)
         chances = self._members(upcoming)
         if chances is None:
-            builder.use(pages, upcoming.eta_ns, 1.0, ahead)
+            builder.use(pages, upcoming.eta_ns, None, ahead)
             return
         order = self._order(upcoming)
         if order:

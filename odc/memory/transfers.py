@@ -125,7 +125,7 @@ class Transfers:
         after = self._book(page)
         priority = Priority.NORMAL if seq < 0 else Priority.URGENT
         ticket = self.engine.submit(CommandKind.LOAD, self.table.pages[page], after, priority)
-        self.table.state[page] = PageState.LOADING
+        self.table.set_state(page, PageState.LOADING)
         self.loading[page] = ticket
         num_bytes = self.table.pages[page].num_bytes
         self.in_flight_bytes += num_bytes
@@ -141,7 +141,7 @@ class Transfers:
         ticket = self.engine.submit(
             CommandKind.CREATE, self.table.pages[page], after, Priority.URGENT
         )
-        self.table.state[page] = PageState.LOADING
+        self.table.set_state(page, PageState.LOADING)
         self.loading[page] = ticket
 
     def settle(self, page: int) -> int:
@@ -159,8 +159,7 @@ class Transfers:
         del self.loading[page]
         del self._booked[page]
         table = self.table
-        table.state[page] = PageState.RESIDENT
-        table.resident[page] = True
+        table.set_state(page, PageState.RESIDENT)
         table.evictable[page] = table.pins[page] == 0
         self.num_resident += 1
         if ticket.kind == CommandKind.LOAD:
@@ -183,7 +182,7 @@ class Transfers:
             self.in_flight_bytes -= num_bytes
             self.bytes_in -= num_bytes
             evicting = page in self._evicting
-            self.table.state[page] = PageState.EVICTING if evicting else PageState.HOME
+            self.table.set_state(page, PageState.EVICTING if evicting else PageState.HOME)
             self._unbook(page)
             self._record(None, -1, page, Act.CANCEL, self.home_tier, Tier.DEVICE, num_bytes)
             return True
@@ -231,9 +230,8 @@ class Transfers:
 
     def _release(self, page: int, after: tuple[Ticket, ...]) -> None:
         table = self.table
-        table.state[page] = PageState.EVICTING
+        table.set_state(page, PageState.EVICTING)
         table.evictable[page] = False
-        table.resident[page] = False
         self.num_resident -= 1
         ticket = self.engine.submit(CommandKind.RELEASE, table.pages[page], after)
         self._evicting[page] = ticket
@@ -272,7 +270,7 @@ class Transfers:
         for page in [p for p, t in self._evicting.items() if poll(t)]:
             del self._evicting[page]
             if self.table.state[page] == PageState.EVICTING:
-                self.table.state[page] = PageState.HOME
+                self.table.set_state(page, PageState.HOME)
         while self._coming and poll(self._coming[0][0]):
             _, frames = self._coming.popleft()
             self._coming_frames -= frames

@@ -154,7 +154,7 @@ def _visits(need: Columns) -> tuple[list[RecordedVisit], int]:
 
 
 def _mark_passes(visits: list[RecordedVisit]) -> None:
-    """A pass begins where the step, the micro-step or the context changes, or the model restarts."""
+    """A pass begins where step, micro-step or context change, or the model starts again."""
     key: tuple[int, int, int] | None = None
     first = -1
     for visit in visits:
