@@ -2,10 +2,9 @@
 
 The network (`MLPClassifier`, without hidden layers a plain logistic regression for each label)
 reads which members were used by the sets already visited in this pass and by all sets in the pass
-before. Its logit and the popularity logits are then stacked by one small `LogisticRegression` for
-each distance from the observed to the scored set, so that popularity is never lost. The size of the
-network, and when to stop, are chosen on the validation part; scikit-learn's own early stopping
-draws random rows and is not used.
+before; popularity comes in by the stack (`predictor.stack`). The size of the network, and when to
+stop, are chosen on the validation part; scikit-learn's own early stopping draws random rows and is
+not used.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 
 from odc.memory.scores import SetScorer
@@ -31,10 +29,12 @@ from predictor.features import (
     IntArray,
     Structure,
     Visits,
+    labelled_rows,
     make_features,
 )
 from predictor.model import Advance, FitReport, Predictor, ignore_progress, warm_start
 from predictor.scorer import MLPScorer
+from predictor.stack import WIDTH, fit_stack
 
 CLIP = 1e-6  # of probabilities before a logarithm
 
@@ -45,20 +45,22 @@ class SklearnTraining:
 
     Attributes:
         candidates: hidden layer sizes to choose from; () is logistic regression.
-        max_epochs: upper limit; `visit_budget` lowers it on long traces.
-        visit_budget: visits trained on for each candidate, which bounds the time.
+        max_weights: candidates with more weights are left out.
+        max_epochs: upper limit; `label_budget` lowers it on long traces.
+        label_budget: (visit, member) pairs trained on for each candidate, which bounds the time.
+        max_inputs: values of the inputs of training; the latest visits are taken.
         patience: epochs without a better validation loss before stopping.
         learning_rate, alpha: of `MLPClassifier` (Adam; L2 penalty).
-        stack_rows: most (visit, member) pairs that one stacking regression is fitted on.
     """
 
     candidates: tuple[tuple[int, ...], ...] = ((), (64,), (128,))
+    max_weights: int = 4_000_000
     max_epochs: int = 60
-    visit_budget: int = 200_000
+    label_budget: int = 25_000_000
+    max_inputs: int = 50_000_000
     patience: int = 6
     learning_rate: float = 2e-3
     alpha: float = 1.0
-    stack_rows: int = 20_000
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,20 @@ class SklearnPredictor(Predictor):
         advance: Advance = ignore_progress,
     ) -> FitReport:
         """Fits each candidate, keeps the best by validation and stacks it (see `Predictor.fit`)."""
-        features = make_features(visits, masks=True)
-        train = _examples(visits, features, part, TRAIN)
-        judge = _examples(visits, features, part, VALIDATION)
+        most = self.training.max_inputs // self._num_inputs
+        rows = [labelled_rows(visits, part, which)[-most:] for which in (TRAIN, VALIDATION)]
+        both = np.union1d(*rows)
+        features = make_features(visits, mask_rows=both)
+        train, judge = (_examples(visits, features, both, chosen) for chosen in rows)
         fits = []
-        for number, hidden in enumerate(self.training.candidates):
+        candidates = self._candidates()
+        for number, hidden in enumerate(candidates):
             fits.append(fit_network(train, judge, hidden, self.training, seed))
-            advance((number + 1) / len(self.training.candidates))
+            advance((number + 1) / len(candidates))
         best = min(fits, key=lambda fit: fit.loss)
-        stack = fit_stack(best.network, features, visits, judge, self.training.stack_rows, seed)
+        learned = _logit(best.network.predict_proba(judge.inputs))
+        learned = learned.reshape(-1, self.structure.num_sets, self.structure.max_members)
+        stack = fit_stack(learned, features, visits, judge.rows, seed)
         self.arrays = network_arrays(best.network)
         self.arrays["stack"] = stack / 2
         self.arrays.update(warm_start(features.final_values, features.final_seen))
@@ -123,9 +130,9 @@ class SklearnPredictor(Predictor):
         num_sets, members = self.structure.num_sets, self.structure.max_members
         weights = sorted(name for name in arrays if name.startswith("weight_"))
         widths = [arrays[name].shape[-1] for name in weights[:-1]]
-        sizes = [2 * num_sets * members + num_sets + 1, *widths, num_sets * members]
+        sizes = [self._num_inputs, *widths, num_sets * members]
         expected: dict[str, tuple[int, ...]] = {
-            "stack": (num_sets, num_sets, 2 + len(HALF_LIVES)),
+            "stack": (num_sets, num_sets, WIDTH),
             "start_values": (num_sets, len(HALF_LIVES), members),
             "start_seen": (num_sets,),
         }
@@ -134,18 +141,30 @@ class SklearnPredictor(Predictor):
             expected[f"bias_{i}"] = (sizes[i + 1],)
         return expected
 
+    @property
+    def _num_inputs(self) -> int:
+        num_sets, members = self.structure.num_sets, self.structure.max_members
+        return 2 * num_sets * members + num_sets + 1
+
+    def _candidates(self) -> list[tuple[int, ...]]:
+        """The candidates that are small enough; the one with the fewest weights in any case."""
+        outputs = self.structure.num_sets * self.structure.max_members
+        weights = {}
+        for hidden in self.training.candidates:
+            sizes = [self._num_inputs, *hidden, outputs]
+            weights[hidden] = sum(a * b for a, b in zip(sizes, sizes[1:], strict=False))
+        smallest = min(weights.values())
+        limit = max(smallest, self.training.max_weights)
+        return [hidden for hidden, count in weights.items() if count <= limit]
+
     def _make_scorer(self, arrays: Mapping[str, np.ndarray]) -> SetScorer:
         return MLPScorer(self.structure, arrays)
 
 
-def _examples(
-    visits: Visits, features: Features, part: npt.NDArray[np.uint8], which: int
-) -> Examples:
-    inside = (features.following >= 0) & (part[features.following] == which)
-    rows = np.flatnonzero(inside.all(axis=1) & (part == which))
-    assert features.masks is not None, "the features must be made with masks"
+def _examples(visits: Visits, features: Features, kept: IntArray, rows: IntArray) -> Examples:
     labels = visits.used[features.following[rows]]
-    return Examples(rows, features.masks[rows], labels.reshape(len(rows), -1))
+    inputs = features.masks[np.searchsorted(kept, rows)]
+    return Examples(rows, inputs, labels.reshape(len(rows), -1))
 
 
 def fit_network(
@@ -164,7 +183,7 @@ def fit_network(
         random_state=seed,
     )
     best, best_epoch, best_loss, epoch = network, 0, np.inf, 0
-    epochs = max(2, min(training.max_epochs, training.visit_budget // len(train.rows)))
+    epochs = max(2, min(training.max_epochs, training.label_budget // train.labels.size))
     labels = train.labels.astype(np.int8)
     for epoch in range(1, epochs + 1):
         network.partial_fit(train.inputs, labels, classes=np.arange(labels.shape[1]))
@@ -183,59 +202,6 @@ def network_arrays(network: MLPClassifier) -> dict[str, np.ndarray]:
         arrays[f"weight_{i}"] = np.ascontiguousarray(weight, dtype=np.float32)
         arrays[f"bias_{i}"] = np.asarray(bias, dtype=np.float32)
     return arrays
-
-
-def fit_stack(
-    network: MLPClassifier,
-    features: Features,
-    visits: Visits,
-    judge: Examples,
-    max_rows: int,
-    seed: int,
-) -> FloatArray:
-    """Weights of [1, network logit, popularity logits] for each observed and each scored set.
-
-    One regression serves all pairs of sets that are equally far apart in the order of a pass. Where
-    the labels of a distance are all alike, popularity is kept as it is.
-
-    Returns:
-        (num_sets, num_sets, 2 + K): by observed set, by scored set.
-    """
-    structure = visits.structure
-    num_sets = structure.num_sets
-    rng = np.random.default_rng(seed)
-    observed, exists = visits.set_index[judge.rows], structure.member_mask()
-    learned = _logit(network.predict_proba(judge.inputs)).reshape(len(judge.rows), num_sets, -1)
-    stack = np.zeros((num_sets, num_sets, 2 + len(HALF_LIVES)), dtype=np.float32)
-    at = np.arange(len(judge.rows))
-    for distance in range(1, num_sets + 1):
-        scored = (observed + distance) % num_sets
-        base = features.base_logits(judge.rows)[at, scored]  # (r, K, max_members)
-        inputs = np.concatenate([learned[at, scored][:, None], base], axis=1)
-        labels = judge.labels.reshape(learned.shape)[at, scored]
-        keep = exists[scored]
-        x, y = inputs.transpose(0, 2, 1)[keep], labels[keep]
-        sets = np.arange(num_sets)
-        stack[sets, (sets + distance) % num_sets] = _fit_one_stack(x, y, max_rows, rng)
-    return stack
-
-
-def _fit_one_stack(
-    inputs: FloatArray, labels: BoolArray, max_rows: int, rng: np.random.Generator
-) -> FloatArray:
-    weights = np.zeros(2 + len(HALF_LIVES), dtype=np.float32)
-    weights[2 + MEDIUM] = 1.0
-    if labels.all() or not labels.any():
-        return weights
-    if len(labels) > max_rows:
-        chosen = rng.choice(len(labels), max_rows, replace=False)
-        inputs, labels = inputs[chosen], labels[chosen]
-        if labels.all() or not labels.any():
-            return weights
-    model = LogisticRegression(C=1.0, max_iter=200).fit(inputs, labels)
-    weights[0] = model.intercept_[0]
-    weights[1:] = model.coef_[0]
-    return weights
 
 
 def _log_loss(probability: FloatArray, labels: BoolArray) -> float:

@@ -184,6 +184,23 @@ def last_visits(visits: Visits) -> IntArray:
     return previous
 
 
+def labelled_rows(visits: Visits, part: npt.NDArray[np.uint8], which: int) -> IntArray:
+    """Rows of a part for which the next visits of all sets are known and of the same part.
+
+    Raises:
+        ValueError: there are fewer than two.
+    """
+    following = next_visits(visits)
+    inside = (following >= 0) & (part[following] == which)
+    rows = np.flatnonzero(inside.all(axis=1) & (part == which))
+    if len(rows) < 2:
+        raise ValueError(
+            f"expected at least 2 visits of part {which} (0 train, 1 validation) whose next visits "
+            f"are known, got {len(rows)} of {len(visits)}; record more steps"
+        )
+    return rows
+
+
 def token_feature(tokens: int) -> float:
     """Tokens of a visit on a scale of about 0 to 1: log2(1 + tokens) / 16."""
     return math.log2(1 + tokens) / 16.0
@@ -286,7 +303,7 @@ class Features:
         logits: (n, K, max_members) float32, popularity logits of the visited set after the visit.
         last: (n, num_sets) from `last_visits`, to look up the other sets' logits.
         following: (n, num_sets) from `next_visits`: where the labels stand.
-        masks: (n, F) float32 of `PassMemory`, or None when not asked for.
+        masks: (r, F) float32 of `PassMemory` at the rows asked for.
         final_values, final_seen: popularity after the last visit.
     """
 
@@ -294,7 +311,7 @@ class Features:
     logits: FloatArray
     last: IntArray
     following: IntArray
-    masks: FloatArray | None
+    masks: FloatArray
     final_values: FloatArray
     final_seen: tuple[int, ...]
 
@@ -305,14 +322,22 @@ class Features:
         return np.where(last[:, :, None, None] >= 0, self.logits[last], np.float32(0.0))
 
 
-def make_features(visits: Visits, masks: bool = False) -> Features:
-    """Runs the bank (and with `masks` the pass memory) over the visits; each run starts afresh."""
+def make_features(visits: Visits, mask_rows: IntArray | None = None) -> Features:
+    """Runs the popularity bank and the pass memory over the visits; each run starts afresh.
+
+    Args:
+        visits: n visits.
+        mask_rows: rows whose masks are kept, ascending; None keeps none. They are the one large
+            part of the features, so that only those needed are made.
+    """
     structure, n = visits.structure, len(visits)
     used = visits.used.astype(np.float32)
     surprise = np.empty_like(used)
     logits = np.empty((n, len(HALF_LIVES), structure.max_members), dtype=np.float32)
     bank, memory = PopularityBank(structure), PassMemory(structure)
-    kept = np.empty((n, len(memory.vector)), dtype=np.float32) if masks else None
+    wanted = np.empty(0, dtype=np.int64) if mask_rows is None else mask_rows
+    kept = np.empty((len(wanted), len(memory.vector)), dtype=np.float32)
+    filled = 0
     for row in range(n):
         if row and visits.run[row] != visits.run[row - 1]:
             bank, memory = PopularityBank(structure), PassMemory(structure)
@@ -321,9 +346,10 @@ def make_features(visits: Visits, masks: bool = False) -> Features:
         bank.row[:] = used[row]
         bank.update(index)
         logits[row] = bank.logits[index]
-        if kept is not None:
-            memory.update(index, used[row], int(visits.tokens[row]))
-            kept[row] = memory.vector
+        memory.update(index, used[row], int(visits.tokens[row]))
+        if filled < len(wanted) and wanted[filled] == row:
+            kept[filled] = memory.vector
+            filled += 1
     return Features(
         surprise=surprise,
         logits=logits,

@@ -127,15 +127,13 @@ def load_predictor(
     header, arrays = read_predictor(directory)
     try:
         made_for = Sets.from_json(header["structure"])
-        kind = predictor_class(header["kind"])
-        settings = dict(header["settings"])
+        predictor = predictor_class(header["kind"])(made_for, **header["settings"])
     except (KeyError, TypeError, ValueError) as error:
         raise PredictorError(
             f"{Path(directory) / HEADER} is damaged ({error}); {_AGAIN}"
         ) from error
     if structure is not None:
         check_structure(directory, made_for, structure)
-    predictor = kind(made_for, **settings)
     try:
         predictor.set_arrays(arrays)
     except ValueError as error:

@@ -29,11 +29,15 @@ from predictor.features import (
     Features,
     Structure,
     Visits,
+    labelled_rows,
     make_features,
     token_feature,
 )
 from predictor.model import Advance, FitReport, Predictor, ignore_progress, warm_start
 from predictor.scorer import LSTMScorer
+from predictor.stack import WIDTH, fit_stack, plain_stack
+
+WARM_UP = 256  # visits that bring the LSTM's state close to that of a run from its start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +47,19 @@ class LSTMTraining:
     Attributes:
         streams: stretches of the sequence trained side by side, their states kept across windows.
         window: visits through which a gradient flows back.
-        max_epochs: upper limit; `visit_budget` lowers it on long traces.
-        visit_budget: visits trained on in all, which bounds the time.
+        max_epochs: upper limit; `label_budget` lowers it on long traces.
+        label_budget: (visit, member) pairs trained on in all, which bounds the time.
         patience: epochs without a better validation loss before stopping.
         learning_rate, weight_decay: of AdamW.
         mix_learning_rate: of the mixture of popularity logits.
         dropout: of the input members and of the hidden state.
     """
 
-    streams: int = 8
-    window: int = 32
-    max_epochs: int = 60
-    visit_budget: int = 200_000
-    patience: int = 8
+    streams: int = 4
+    window: int = 16
+    max_epochs: int = 120
+    label_budget: int = 80_000_000
+    patience: int = 15
     learning_rate: float = 4e-3
     mix_learning_rate: float = 2e-2
     weight_decay: float = 0.2
@@ -142,13 +146,15 @@ class _Sequence:
         self.features: Features = make_features(visits)
         self.tokens = np.array([token_feature(int(t)) for t in visits.tokens], dtype=np.float32)
         self.exists = visits.structure.member_mask()
+        labelled_rows(visits, part, TRAIN)
+        self.judged = labelled_rows(visits, part, VALIDATION)
 
-    def batch(self, rows: npt.NDArray[np.int64], learn: int) -> Batch:
-        """The batch of `rows` (B, T); labels count where row and label are both of part `learn`."""
+    def batch(self, rows: npt.NDArray[np.int64]) -> Batch:
+        """The batch of `rows` (B, T); labels count where row and label are both of TRAIN."""
         flat = rows.reshape(-1)
         following = self.features.following[flat]
-        valid = (following >= 0) & (self.part[following] == learn)
-        valid &= (self.part[flat] == learn)[:, None]
+        valid = (following >= 0) & (self.part[following] == TRAIN)
+        valid &= (self.part[flat] == TRAIN)[:, None]
         arrays = (
             self.features.surprise[flat],
             self.visits.set_index[flat],
@@ -192,7 +198,9 @@ class LSTMPredictor(Predictor):
             network = LSTMNetwork(self.structure, self.hidden, self.training.dropout)
             sequence = _Sequence(visits, part)
             report = _train(network, sequence, self.training, np.random.default_rng(seed), advance)
-        self.arrays = export_arrays(network)
+            learned = _validation_logits(network, sequence)
+        stack = fit_stack(learned, sequence.features, visits, sequence.judged, seed)
+        self.arrays = export_arrays(network, stack)
         features = sequence.features
         self.arrays.update(warm_start(features.final_values, features.final_seen))
         return report
@@ -202,7 +210,7 @@ class LSTMPredictor(Predictor):
         return {
             "step": (num_sets, hidden + members + 2, 4 * hidden),
             "head": (hidden + 1, num_sets * members),
-            "mix": (num_sets, len(HALF_LIVES)),
+            "stack": (num_sets, num_sets, WIDTH),
             "start_values": (num_sets, len(HALF_LIVES), members),
             "start_seen": (num_sets,),
         }
@@ -219,7 +227,8 @@ def _train(
     advance: Advance,
 ) -> FitReport:
     rows = np.flatnonzero(sequence.part == TRAIN)
-    epochs = max(2, min(training.max_epochs, training.visit_budget // max(1, len(rows))))
+    labels = max(1, len(rows) * sequence.exists.size)
+    epochs = max(2, min(training.max_epochs, training.label_budget // labels))
     # Few parameters, shared by all labels of a set: they may move faster, and must not shrink to 0.
     fast: dict[str, Any] = {
         "params": [network.mix],
@@ -230,11 +239,14 @@ def _train(
     optimizer = torch.optim.AdamW(
         [fast, {"params": rest}], lr=training.learning_rate, weight_decay=training.weight_decay
     )
-    start_loss = best_loss = _validation_loss(network, sequence)
+    start = _losses(network, sequence)
+    num_labels = len(sequence.judged) * sequence.exists.sum()
+    best_loss = float(start.sum())
     best, best_epoch, epoch = copy.deepcopy(network.state_dict()), 0, 0
     for epoch in range(1, epochs + 1):
         _train_epoch(network, sequence, _streams(rows, training.streams, rng), optimizer, training)
-        loss = _validation_loss(network, sequence)
+        # The stack falls back on popularity wherever it is better: count what is left then.
+        loss = float(np.minimum(start, _losses(network, sequence)).sum())
         if loss < best_loss:
             best, best_epoch, best_loss = copy.deepcopy(network.state_dict()), epoch, loss
         advance(epoch / epochs)
@@ -242,7 +254,13 @@ def _train(
             break
     network.load_state_dict(best)
     advance(1.0)
-    return FitReport(epoch, best_epoch, start_loss, best_loss, {"hidden": network.lstm.hidden_size})
+    return FitReport(
+        epochs=epoch,
+        best_epoch=best_epoch,
+        start_loss=float(start.sum()) / num_labels,
+        best_loss=best_loss / num_labels,
+        choices={"hidden": network.lstm.hidden_size},
+    )
 
 
 def _streams(
@@ -269,7 +287,7 @@ def _train_epoch(
     network.train()
     state = None
     for first in range(0, streams.shape[1], training.window):
-        batch = sequence.batch(streams[:, first : first + training.window], TRAIN)
+        batch = sequence.batch(streams[:, first : first + training.window])
         logits, state = network(batch, state)
         state = (state[0].detach(), state[1].detach())
         loss = _loss_sum(logits, batch) / batch.weight.sum().clamp(min=1.0)
@@ -286,27 +304,51 @@ def _loss_sum(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _validation_loss(network: LSTMNetwork, sequence: _Sequence) -> float:
-    """Mean log-loss on the validation part, after a warm-up on the visits of training before it."""
+def _validation_logits(network: LSTMNetwork, sequence: _Sequence) -> npt.NDArray[np.float32]:
+    """Logits after the validation rows, (r, num_sets, max_members).
+
+    The state is warmed up on `WARM_UP` visits before each run's first validation row.
+    """
     network.eval()
-    total = count = 0.0
-    for run in np.unique(sequence.visits.run):
-        rows = np.flatnonzero(sequence.visits.run == run)
-        judged = np.flatnonzero(sequence.part[rows] == VALIDATION)
-        if not len(judged):
-            continue
-        rows, state = rows[max(0, judged[0] - 256) : judged[-1] + 1], None
-        for first in range(0, len(rows), 256):
-            batch = sequence.batch(rows[None, first : first + 256], VALIDATION)
-            logits, state = network(batch, state)
-            total += float(_loss_sum(logits, batch))
-            count += float(batch.weight.sum())
-    return total / max(1.0, count)
+    logits = []
+    for run in np.unique(sequence.visits.run[sequence.judged]):
+        of_run = np.flatnonzero(sequence.visits.run == run)
+        judged = np.isin(of_run, sequence.judged)
+        first, last = np.flatnonzero(judged)[[0, -1]]
+        span, state = slice(max(0, int(first) - WARM_UP), int(last) + 1), None
+        of_run, judged = of_run[span], judged[span]
+        for start in range(0, len(of_run), WARM_UP):
+            rows = of_run[start : start + WARM_UP]
+            output, state = network(sequence.batch(rows[None]), state)
+            logits.append(output[0].numpy()[judged[start : start + WARM_UP]])
+    return np.concatenate(logits)
+
+
+def _losses(network: LSTMNetwork, sequence: _Sequence) -> npt.NDArray[np.float64]:
+    """Validation log-loss summed for each distance in the pass, (2 * num_sets - 1,)."""
+    visits, rows = sequence.visits, sequence.judged
+    logits = torch.from_numpy(_validation_logits(network, sequence))
+    labels = torch.from_numpy(visits.used[sequence.features.following[rows]]).float()
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    by_set = (loss.numpy() * sequence.exists).sum(axis=2)  # (r, num_sets)
+    num_sets = visits.structure.num_sets
+    ahead = np.arange(num_sets) - visits.set_index[rows][:, None] + num_sets - 1
+    sums = np.bincount(ahead.ravel(), weights=by_set.ravel(), minlength=2 * num_sets - 1)
+    return sums.astype(np.float64)
 
 
 @torch.no_grad()
-def export_arrays(network: LSTMNetwork) -> dict[str, np.ndarray]:
-    """The weights as `predictor.scorer.LSTMScorer` takes them, without the start arrays."""
+def export_arrays(
+    network: LSTMNetwork, stack: npt.NDArray[np.float32] | None = None
+) -> dict[str, np.ndarray]:
+    """The weights as `predictor.scorer.LSTMScorer` takes them, without the start arrays.
+
+    The network's mixture of popularity logits is folded into the stack's.
+
+    Args:
+        network: the trained network.
+        stack: from `fit_stack`; None takes the network's logits as they are.
+    """
     num_sets, members = network.shape
     hidden = network.lstm.hidden_size
     lstm = {name: value.double() for name, value in network.lstm.named_parameters()}
@@ -320,9 +362,11 @@ def export_arrays(network: LSTMNetwork) -> dict[str, np.ndarray]:
     i, f, g, o = step.split(hidden, dim=-1)
     # sigmoid(x) = tanh(x / 2) / 2 + 1/2: halved here, one tanh serves all four gates in the hook.
     step = torch.cat([i / 2, f / 2, o / 2, g], dim=-1)
-    head = torch.cat([network.head.bias[None], network.head.weight.T]) / 2
+    head = torch.cat([network.head.bias[None], network.head.weight.T])
+    last = plain_stack(num_sets) if stack is None else stack.copy()
+    last[:, :, 2:] += last[:, :, 1:2] * network.mix.numpy()
     return {
         "step": step.float().numpy(),
         "head": head.contiguous().numpy(),
-        "mix": (network.mix / 2).numpy(),
+        "stack": last / 2,
     }

@@ -29,7 +29,14 @@ ZERO: FloatArray = np.array(0.0, dtype=np.float32)
 
 
 class _LearnedScorer:
-    """Popularity state, the output array and the one sigmoid."""
+    """Popularity state, and the last stage: stack, then the one sigmoid.
+
+    Args:
+        structure: the sets to score.
+        arrays: `stack` (num_sets, num_sets, 2 + K), halved: for each observed and each scored set
+            the constant, the weight of the learned logit and the weights of the popularity logits;
+            `start_values`, `start_seen` of the popularity bank.
+    """
 
     def __init__(self, structure: Structure, arrays: Mapping[str, FloatArray]) -> None:
         self.structure = structure
@@ -39,7 +46,33 @@ class _LearnedScorer:
         self._used: FloatArray = self._bank.row[0]
         shape = (structure.num_sets, structure.max_members)
         self._scores: FloatArray = np.zeros(shape, dtype=np.float32)
+        self._half: FloatArray = np.zeros((shape[0], 1, shape[1]), dtype=np.float32)
+        self._half_rows = self._half[:, 0, :]
+        stack, exists = arrays["stack"], structure.member_mask()
+        self._constant = list(np.where(exists, stack[:, :, :1], np.float32(ABSENT)))
+        self._learned_weight = list(np.where(exists, stack[:, :, 1:2], np.float32(0.0)))
+        self._popularity_weight = list(np.ascontiguousarray(stack[:, :, None, 2:]))
+        self._observed = structure.num_sets - 1  # before the first visit a pass is about to begin
         self._stale = True
+
+    def scores(self) -> FloatArray:
+        """Probabilities for every set's next visit (see `SetScorer.scores`)."""
+        if self._stale:
+            observed, half, learned = self._observed, self._half_rows, self.learned_logits()
+            np.multiply(learned, self._learned_weight[observed], out=learned)
+            np.matmul(self._popularity_weight[observed], self._bank.logits, out=self._half)
+            np.add(half, learned, out=half)
+            np.add(half, self._constant[observed], out=half)
+            # sigmoid(2x) = tanh(x) / 2 + 1/2: one transcendental function, and it cannot overflow.
+            np.tanh(half, out=self._scores)
+            np.multiply(self._scores, HALF, out=self._scores)
+            np.add(self._scores, HALF, out=self._scores)
+            self._stale = False
+        return self._scores
+
+    def learned_logits(self) -> FloatArray:
+        """The network's part, (num_sets, max_members); the caller may write to it."""
+        raise NotImplementedError(f"{type(self).__name__} must compute its learned logits")
 
     def _take_in(self, set_index: int, used: BoolArray) -> FloatArray:
         """Writes a visit into the bank's row; returns it padded, (max_members,) float32."""
@@ -49,14 +82,9 @@ class _LearnedScorer:
         else:
             row[:, :count] = used
             row[:, count:] = 0.0
+        self._observed = set_index
+        self._stale = True
         return self._used
-
-    def _sigmoid_of_half(self, half_logits: FloatArray) -> None:
-        """scores = sigmoid(2 * half_logits), with a single transcendental function."""
-        np.tanh(half_logits, out=self._scores)
-        np.multiply(self._scores, HALF, out=self._scores)
-        np.add(self._scores, HALF, out=self._scores)
-        self._stale = False
 
 
 class LSTMScorer(_LearnedScorer):
@@ -66,15 +94,13 @@ class LSTMScorer(_LearnedScorer):
         structure: the sets to score.
         arrays: `step` (num_sets, 1 + H + max_members + 1, 4H), the matrix from [1, h, surprise,
             tokens] to the gates in the order input, forget, output (halved), cell; `head` (1 + H,
-            num_sets * max_members) and `mix` (num_sets, K), both halved; `start_values`,
-            `start_seen` of the popularity bank.
+            num_sets * max_members); those of the last stage.
     """
 
     def __init__(self, structure: Structure, arrays: Mapping[str, FloatArray]) -> None:
         super().__init__(structure, arrays)
         self._step = list(np.ascontiguousarray(arrays["step"]))
         self._head = np.ascontiguousarray(arrays["head"])
-        self._mix = list(np.ascontiguousarray(arrays["mix"]))
         hidden = len(self._head) - 1
         self._input: FloatArray = np.zeros(self._step[0].shape[0], dtype=np.float32)
         self._input[0] = 1.0
@@ -85,11 +111,8 @@ class LSTMScorer(_LearnedScorer):
         self._sigmoid_gates = self._gates[: 3 * hidden]
         self._in, self._forget, self._out, self._new = self._gates.reshape(4, hidden)
         self._cell: FloatArray = np.zeros(hidden, dtype=np.float32)
-        self._base: FloatArray = np.zeros_like(self._scores)
-        self._half: FloatArray = np.zeros_like(self._scores)
-        self._flat_half = self._half.reshape(-1)
-        for index in range(structure.num_sets):
-            self._write_base(index)
+        self._learned: FloatArray = np.zeros_like(self._scores)
+        self._flat_learned = self._learned.reshape(-1)
 
     def observe(self, set_index: int, used: BoolArray, tokens: int) -> None:
         """Takes in one forward visit (see `SetScorer.observe`)."""
@@ -98,16 +121,11 @@ class LSTMScorer(_LearnedScorer):
         self._input[-1] = token_feature(tokens)
         self._advance(set_index)
         self._bank.update(set_index)
-        self._write_base(set_index)
-        self._stale = True
 
-    def scores(self) -> FloatArray:
-        """Probabilities for every set's next visit (see `SetScorer.scores`)."""
-        if self._stale:
-            np.dot(self._one_and_hidden, self._head, out=self._flat_half)
-            np.add(self._half, self._base, out=self._half)
-            self._sigmoid_of_half(self._half)
-        return self._scores
+    def learned_logits(self) -> FloatArray:
+        """What the head adds to popularity (see `_LearnedScorer.learned_logits`)."""
+        np.dot(self._one_and_hidden, self._head, out=self._flat_learned)
+        return self._learned
 
     def _advance(self, set_index: int) -> None:
         gates, sigmoid_gates, cell = self._gates, self._sigmoid_gates, self._cell
@@ -121,12 +139,6 @@ class LSTMScorer(_LearnedScorer):
         np.tanh(cell, out=self._hidden)
         np.multiply(self._hidden, self._out, out=self._hidden)
 
-    def _write_base(self, set_index: int) -> None:
-        base = self._base[set_index]
-        np.dot(self._mix[set_index], self._bank.logits[set_index], out=base)
-        if self._members[set_index] < len(base):
-            base[self._members[set_index] :] = ABSENT
-
 
 class MLPScorer(_LearnedScorer):
     """A multi-label network on the masks of this pass and the last, stacked with popularity.
@@ -134,9 +146,7 @@ class MLPScorer(_LearnedScorer):
     Args:
         structure: the sets to score.
         arrays: `weight_i`, `bias_i` of each layer (ReLU between them), the last one of num_sets *
-            max_members outputs; `stack` (num_sets, num_sets, 2 + K), halved: for each observed and
-            each scored set the constant, the network's weight and the weights of the popularity
-            logits; `start_values`, `start_seen` of the popularity bank.
+            max_members outputs; those of the last stage.
     """
 
     def __init__(self, structure: Structure, arrays: Mapping[str, FloatArray]) -> None:
@@ -147,38 +157,14 @@ class MLPScorer(_LearnedScorer):
         self._biases = [arrays[f"bias_{i}"] for i in range(count)]
         self._layers = [np.zeros(len(bias), dtype=np.float32) for bias in self._biases]
         self._output = self._layers[-1].reshape(self._scores.shape)
-        stack = np.ascontiguousarray(arrays["stack"])
-        exists = structure.member_mask()
-        self._constant = list(np.where(exists, stack[:, :, :1], np.float32(ABSENT)))
-        self._network_weight = list(np.where(exists, stack[:, :, 1:2], np.float32(0.0)))
-        self._popularity_weight = list(np.ascontiguousarray(stack[:, :, None, 2:]))
-        self._half: FloatArray = np.zeros(
-            (structure.num_sets, 1, structure.max_members), np.float32
-        )
-        self._half_rows = self._half[:, 0, :]
-        self._observed = structure.num_sets - 1  # before the first visit a pass is about to begin
 
     def observe(self, set_index: int, used: BoolArray, tokens: int) -> None:
         """Takes in one forward visit (see `SetScorer.observe`)."""
         self._memory.update(set_index, self._take_in(set_index, used), tokens)
         self._bank.update(set_index)
-        self._observed = set_index
-        self._stale = True
 
-    def scores(self) -> FloatArray:
-        """Probabilities for every set's next visit (see `SetScorer.scores`)."""
-        if self._stale:
-            observed, half, output = self._observed, self._half_rows, self._output
-            self.network()
-            np.multiply(output, self._network_weight[observed], out=output)
-            np.matmul(self._popularity_weight[observed], self._bank.logits, out=self._half)
-            np.add(half, output, out=half)
-            np.add(half, self._constant[observed], out=half)
-            self._sigmoid_of_half(half)
-        return self._scores
-
-    def network(self) -> FloatArray:
-        """The network's own logits, (num_sets, max_members), valid until the next call."""
+    def learned_logits(self) -> FloatArray:
+        """The network's logits (see `_LearnedScorer.learned_logits`)."""
         current = self._memory.vector
         last = len(self._layers) - 1
         for i, (weight, bias, layer) in enumerate(
