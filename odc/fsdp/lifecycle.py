@@ -2,8 +2,8 @@
 
 [Note: checkpoint and hooks] With non-reentrant activation checkpointing the order of events is:
 forward, end of forward, backward, forward again (recompute), gradients. The end of forward may
-never come in recompute (it stops as soon as it has what it needs), and a checkpoint around several units
-recomputes all of them before the first of them begins its backward. So pins are states, not
+never come in recompute (it stops as soon as it has what it needs), and a checkpoint around several
+units recomputes all of them before the first of them begins its backward. So pins are states, not
 counts: a recompute that ends releases only what a recompute took, and what was left pinned is
 released when the unit's backward is done.
 """

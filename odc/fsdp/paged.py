@@ -19,7 +19,6 @@ from odc.fsdp.runtime import Runtime
 from odc.fsdp.wrap import ExpertSet, Unit, find_units
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.manager import MemoryManager
-from odc.memory.pages import PageState
 
 M = TypeVar("M", bound=nn.Module)
 Init = Callable[[str, nn.Module], None]
@@ -267,20 +266,21 @@ def _fill(
     for unit in units:
         for group in groups_of[id(unit)].own:
             memory.access(group.group, [(Kind.PARAMETER, Op.CREATE)], Phase.OTHER)
-            old = [place.parameter for place in group.places]
-            group.make_parameters()
-            if init is None:
-                with torch.no_grad():
-                    for parameter, value in zip(group.parameters, old, strict=True):
-                        parameter.copy_(value)
-            _tie(unit, group)
-            if init is not None:
-                for module in dict.fromkeys(place.module for place in group.places):
-                    init(names[id(module)], module)
-            for place in group.places:
-                place.parameter = group.parameters[0]  # lets go of the old tensor
-            del old
+            _fill_group(unit, group, names, init)
             memory.release(group.group, Kind.PARAMETER)
+
+
+def _fill_group(unit: Unit, group: ParamGroup, names: dict[int, str], init: Init | None) -> None:
+    group.make_parameters()
+    _tie(unit, group)
+    if init is not None:
+        for module in dict.fromkeys(place.module for place in group.places):
+            init(names[id(module)], module)
+    for place, parameter in zip(group.places, group.parameters, strict=True):
+        if init is None:
+            with torch.no_grad():
+                parameter.copy_(place.parameter)
+        place.parameter = parameter  # lets go of the old tensor
 
 
 def _tie(unit: Unit, group: ParamGroup) -> None:
@@ -307,7 +307,3 @@ def _install(
     if runtime.manager.unlimited:
         for group in runtime.groups:
             group.plain_grad = True
-    assert all(
-        s in (PageState.HOME, PageState.RESIDENT, PageState.EVICTING, PageState.LOADING)
-        for s in runtime.manager.table.state
-    )

@@ -64,7 +64,7 @@ def wanted_pages(table: PageTable, plan: Plan, visit_start: int) -> np.ndarray:
         visit_start: virtual time at which the current visit began: what it used is settled.
     """
     plan.cursor = int(np.searchsorted(plan.wish_visit, plan.visits))
-    pages = plan.wish[plan.cursor :]
+    pages: np.ndarray = plan.wish[plan.cursor :]
     wanted = table.absent[pages]
     if not wanted.any():
         return pages[:0]
