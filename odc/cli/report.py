@@ -1,0 +1,36 @@
+"""`odc report`: one HTML file that shows a run."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """\
+example:
+  odc report runs/first -o first.html
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "report",
+        help="write a run's views to one HTML file",
+        description="Writes the dashboard's views of a run to one HTML file that needs no server.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE.html", help="file to write"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the report; returns the exit code."""
+    from dashboard.report import write_report
+
+    write_report(args.run_dir, args.output)
+    print(args.output)
+    return 0

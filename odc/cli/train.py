@@ -1,0 +1,150 @@
+"""`odc train`: train as a configuration says."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from odc.cli.exits import INTERRUPT, UsageError
+
+if TYPE_CHECKING:
+    from odc.train.config import Config
+
+CONFIGS = Path(__file__).parent.parent / "train" / "configs"
+
+_EPILOG = """\
+examples:
+  odc train tiny-moe
+  odc train config.yaml train.steps=500 memory.page_budget=400MB --run-dir runs/first
+  odc train config.yaml --run-dir runs/first --resume
+  odc train config.yaml memory.evict_strategy=lru memory.prefetch=none --from runs/first
+
+CONFIG is a file, or the name of a configuration that comes with odc: {names}.
+KEY=VALUE (section.key=value, the value as in YAML) holds against the file.
+Ctrl-C ends the run after its current step, with a checkpoint if checkpoint.every is set.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "train",
+        help="train as a configuration says",
+        description="Trains as a configuration says and writes a run directory.",
+        epilog=_EPILOG.format(names=", ".join(packaged_configs())),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that `odc train` and `odc profile` share."""
+    parser.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="file or name; with --resume: of the run"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. train.steps=500")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="default: runs/CONFIG-TIMESTAMP"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in the run directory (default: the newest run)",
+    )
+    parser.add_argument(
+        "--from",
+        dest="start_from",
+        type=Path,
+        metavar="RUN",
+        help="begin a new run at a run's newest checkpoint, or at a checkpoint's folder",
+    )
+    parser.add_argument("--json", action="store_true", help="print summary.json on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; returns the exit code."""
+    return train_with(args, ())
+
+
+def train_with(args: argparse.Namespace, presets: tuple[str, ...]) -> int:
+    """Trains with overrides that the user's own hold against."""
+    _sort_out(args)
+    run_dir = _run_dir(args)
+    path = run_dir / "config.yaml" if args.config is None else config_path(args.config)
+    config = _load(path, (*presets, *args.overrides))
+    from odc.train.trainer import INTERRUPTED, train
+
+    outcome = train(config, run_dir, resume=args.resume, start_from=args.start_from)
+    if args.json:
+        print(json.dumps({"run_dir": str(outcome.run_dir), **outcome.summary}, indent=1))
+    else:
+        print(_describe(outcome.run_dir, outcome.summary))
+    return INTERRUPT if outcome.status == INTERRUPTED else 0
+
+
+def packaged_configs() -> list[str]:
+    """Returns the names of the configurations that come with odc."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def config_path(name: str) -> Path:
+    """Returns the file that a CONFIG argument means.
+
+    Raises:
+        UsageError: There is none.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if name in packaged_configs():
+        return CONFIGS / f"{name}.yaml"
+    what = "is a folder" if path.is_dir() else "no such file"
+    raise UsageError(
+        f"config {name}: {what}; give a config.yaml, or one of {', '.join(packaged_configs())}"
+    )
+
+
+def _sort_out(args: argparse.Namespace) -> None:
+    """Without CONFIG the first KEY=VALUE lands in its place."""
+    if args.config is not None and "=" in args.config:
+        args.overrides.insert(0, args.config)
+        args.config = None
+    if args.config is None and not (args.resume and args.run_dir is not None):
+        raise UsageError(
+            "CONFIG is missing: give a config.yaml or a name, or --resume with --run-dir"
+        )
+
+
+def _run_dir(args: argparse.Namespace) -> Path:
+    if args.run_dir is not None:
+        return args.run_dir  # type: ignore[no-any-return]
+    from odc.train.run_dir import default_run_dir, newest_run_dir
+
+    name = config_path(args.config).stem
+    return newest_run_dir(name) if args.resume else default_run_dir(name)
+
+
+def _load(path: Path, overrides: tuple[str, ...]) -> "Config":
+    from odc.train.config import load_config
+
+    config, notices = load_config(path, overrides)
+    for notice in notices:
+        print(f"odc: note: {notice}", file=sys.stderr)
+    return config
+
+
+def _describe(run_dir: Path, summary: dict[str, Any]) -> str:
+    from odc.sizes import format_bytes
+
+    medians = summary["medians"]
+    loss = summary["final_loss"]
+    return (
+        f"{run_dir}: {summary['status']} after {summary['steps']} steps, loss "
+        f"{'-' if loss is None else format(loss, '.4f')}\n"
+        f"{summary['policy']}: median step {medians['step_s'] or 0:.3f} s, stall "
+        f"{medians['stall_s'] or 0:.3f} s, in {format_bytes(int(medians['bytes_in'] or 0))}, "
+        f"out {format_bytes(int(medians['bytes_out'] or 0))}"
+    )

@@ -1,0 +1,240 @@
+"""The one place where names in `config.yaml` become objects.
+
+Everything else takes objects: the manager a policy and a factory, the trainer a task and a manager.
+A name that cannot be turned into its object (a predictor for another model, an oracle without the
+steps to come) is the user's input, and refused as such before anything trains.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import odc.memory.manager as managing
+from odc.errors import ConfigError
+from odc.fsdp.optimizer import PagedAdamW
+from odc.fsdp.paged import paged
+from odc.memory.manager import MemoryManager, PrefetchFactory
+from odc.memory.pages import PageTable
+from odc.memory.plan import (
+    Limits,
+    NextKPrefetcher,
+    Prefetcher,
+    ReplayPrefetcher,
+    TapePrefetcher,
+)
+from odc.memory.stations import OrderLibrary
+from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
+from odc.train.config import Config
+from odc.train.config_schema import MemoryConfig
+from odc.train.models import Transformer, build_model, initializer
+from profiler.schema import policy_code
+
+_EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": Lru,
+    "cost_aware": CostAware,
+    "belady": Belady,
+}
+_DEFAULT_NEXT_K = 4
+
+
+def policy_name(memory: MemoryConfig) -> str:
+    """Returns `EVICTION+PREFETCH` of a configuration, a predictor by its kind."""
+    prefetch = memory.predictor if memory.prefetch == "predictor" else memory.prefetch
+    return f"{memory.evict_strategy}+{prefetch}"
+
+
+def make_memory(config: Config, first_step: int = 0) -> MemoryManager:
+    """Returns the manager that section `memory` describes, ready for its groups.
+
+    Args:
+        config: Section `memory` is read.
+        first_step: Step at which the run begins; an oracle's future starts there.
+
+    Raises:
+        ConfigError: A policy cannot be made as it is named.
+        PredictorError: The predictor's folder is missing or damaged.
+        TraceError: The oracle's trace is missing or damaged.
+    """
+    memory = config.memory
+    if memory.evict_strategy == "belady" and memory.prefetch != "oracle":
+        raise ConfigError(
+            f"memory.evict_strategy: got 'belady' with memory.prefetch {memory.prefetch}; "
+            "allowed: memory.prefetch oracle (Belady's order needs the recorded future)"
+        )
+    return MemoryManager(
+        total_mem=memory.total_mem,
+        page_budget=memory.page_budget,
+        page_size=memory.page_size,
+        home=memory.home,
+        home_dir=memory.home_dir,
+        link_bandwidth=memory.link_bandwidth,
+        prefetch_window=memory.prefetch_window,
+        page_prefetch=memory.page_prefetch,
+        max_items=memory.max_items,
+        eviction=_EVICTIONS[memory.evict_strategy](),
+        prefetch=_prefetch_factory(memory, first_step),
+        policy=policy_code(memory.evict_strategy, memory.prefetch),
+    )
+
+
+def make_model(
+    config: Config, vocab_size: int, memory: MemoryManager
+) -> tuple[Transformer, PagedAdamW]:
+    """Builds the model on the meta device and fills its pages group by group.
+
+    Raises:
+        BudgetError: A group does not fit the budget; says which would do.
+        PredictorMismatchError: The predictor was made for another model.
+    """
+    chosen = config.optimizer
+    model = build_model(
+        config.model,
+        vocab_size,
+        device="meta",
+        activation_checkpointing=config.train.activation_checkpointing,
+    )
+    update = chosen.update or ("backward" if chosen.max_grad_norm is None else "step")
+    made, optimizer = paged(
+        model,
+        torch.optim.AdamW,
+        init=initializer(config.model, config.train.seed),
+        param_groups=lambda paged_model: decay_groups(paged_model, chosen.weight_decay),
+        update=update,
+        accumulate=config.train.accumulate,
+        max_grad_norm=chosen.max_grad_norm,
+        memory=memory,
+        lr=chosen.lr,
+        betas=tuple(chosen.betas),
+        eps=chosen.eps,
+    )
+    assert optimizer is not None, "paged() returns an optimizer where it is given a class"
+    return made, optimizer
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Returns AdamW's parameter groups: matrices decay, norms and other vectors do not."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def _prefetch_factory(memory: MemoryConfig, first_step: int) -> PrefetchFactory:
+    if memory.prefetch == "predictor":
+        return predictor_factory(memory.predictor_path, memory.predictor)
+    if memory.prefetch == "oracle":
+        return _oracle_factory(memory, first_step)
+    return prefetch_factory(memory.prefetch)
+
+
+def prefetch_factory(name: str) -> PrefetchFactory:
+    """Returns the factory of a prefetcher that needs nothing but its name.
+
+    Args:
+        name: One of `none`, `next_k`, `replay`, `popularity`.
+    """
+    return {
+        "none": _no_prefetcher,
+        "next_k": _next_k,
+        "replay": _replay,
+        "popularity": managing.popularity,
+    }[name]
+
+
+def predictor_factory(path: str | Path | None, kind: str | None = None) -> PrefetchFactory:
+    """Returns the factory of the tape with a learned scorer.
+
+    The folder is read when the factory is called: only then are the model's sets known.
+
+    Args:
+        path: Folder made by `odc predictor train`.
+        kind: Kind that must lie there; `None` takes any.
+    """
+    assert path is not None, "the configuration refuses a predictor without a path"
+
+    def make(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
+        from predictor import Structure, load_predictor
+
+        table = library.stations.table
+        sets = tuple(
+            tuple((table.groups[g].layer, table.groups[g].expert) for g in groups)
+            for groups in library.stations.sets
+        )
+        if not sets:
+            raise ConfigError(
+                "memory.predictor: this model has no expert sets, so that there is nothing to "
+                "predict; set memory.prefetch replay"
+            )
+        loaded = load_predictor(path, Structure(sets))
+        if kind is not None and loaded.kind != kind:
+            raise ConfigError(
+                f"memory.predictor: got {kind!r}, but {path} holds a predictor of kind "
+                f"{loaded.kind!r}; name that kind or another folder"
+            )
+        return TapePrefetcher(library, weight, loaded.scorer(), limits=limits)
+
+    return make
+
+
+def _no_prefetcher(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> None:
+    return None
+
+
+def _next_k(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
+    k = _DEFAULT_NEXT_K if limits.page_prefetch is None else limits.page_prefetch
+    return NextKPrefetcher(library.stations, k)
+
+
+def _replay(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
+    return ReplayPrefetcher(library, weight, limits=limits)
+
+
+def _oracle_factory(memory: MemoryConfig, first_step: int) -> PrefetchFactory:
+    from odc.memory.replay import Workload, oracle_factory
+    from profiler.reader import TraceReader
+
+    assert memory.oracle_trace is not None, "the configuration refuses an oracle without a trace"
+    reader = TraceReader(memory.oracle_trace)
+    pages = reader.pages
+    need = reader.need()
+    steps = sorted({int(step) for step in np.unique(need["step"]) if step >= first_step})
+    if not steps or steps[0] != first_step or steps != list(range(steps[0], steps[-1] + 1)):
+        raise ConfigError(
+            f"memory.oracle_trace: {memory.oracle_trace} does not hold every step from "
+            f"{first_step} on; record the run to follow with odc profile"
+        )
+    future = range(first_step, steps[-1] + 1)
+    make = oracle_factory(Workload.from_trace(need, pages, future))
+
+    def checked(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher | None:
+        _check_pages(memory, library.stations.table, pages)
+        return make(library, weight, limits)
+
+    return checked
+
+
+def _check_pages(memory: MemoryConfig, table: PageTable, pages: dict[str, np.ndarray]) -> None:
+    """An oracle speaks of pages by number: they must be the same pages."""
+    own = [(p.group, int(p.kind), p.slot, p.part, p.num_bytes) for p in table.pages]
+    names = ("group", "kind", "slot", "part", "bytes")
+    recorded = list(zip(*(pages[name].tolist() for name in names), strict=True))
+    if own != recorded:
+        raise ConfigError(
+            f"memory.oracle_trace: {memory.oracle_trace} has other pages ({len(recorded)}) than "
+            f"this model ({len(own)}); record a run of this model with this memory.page_size"
+        )
+
+
+def prepare_process(config: Config) -> None:
+    """Sets what holds for the whole process: compute threads and thread switching.
+
+    A transfer that ends wakes a thread which wants the interpreter for microseconds; at Python's
+    default of 5 ms between switches it would wait for it longer than the copy took.
+    """
+    torch.set_num_threads(config.train.num_threads)
+    sys.setswitchinterval(0.0005)

@@ -1,0 +1,89 @@
+"""What a person sees of a run: a bar on a terminal, else a line now and then. All on stderr."""
+
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from odc.sizes import format_bytes
+
+_SMOOTHING = 0.2  # weight of the newest step in tokens/s
+
+
+class Display:
+    """Shows the steps of a run.
+
+    Args:
+        first_step: Step at which this process begins.
+        num_steps: Steps of the whole run.
+        budget_bytes: What pages may take.
+        log_every: Steps between two lines where there is no terminal.
+    """
+
+    def __init__(self, first_step: int, num_steps: int, budget_bytes: int, log_every: int) -> None:
+        self._num_steps = num_steps
+        self._budget = format_bytes(budget_bytes)
+        self._log_every = log_every
+        self._rate: float | None = None
+        self._stall_s = 0.0
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task("", total=num_steps, completed=first_step)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Shows a finished step, given as its line of `metrics.jsonl`."""
+        rate = metrics["tokens"] / max(metrics["step_s"], 1e-9)
+        self._rate = rate if self._rate is None else self._rate + _SMOOTHING * (rate - self._rate)
+        self._stall_s += metrics["stall_s"]
+        done = metrics["step"] + 1
+        text = self._text(metrics)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, description=text)
+        elif done % self._log_every == 0 or done == self._num_steps or "eval_loss" in metrics:
+            self.say(f"step {done}/{self._num_steps}  {text}")
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def _text(self, metrics: Mapping[str, Any]) -> str:
+        evaluated = f"  eval {metrics['eval_loss']:.4f}" if "eval_loss" in metrics else ""
+        pages = format_bytes(metrics["page_bytes"])
+        return (
+            f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}{evaluated}  "
+            f"{self._rate:.0f} tokens/s  stall {self._stall_s:.1f}s  pages {pages}/{self._budget}"
+        )

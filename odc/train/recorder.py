@@ -1,0 +1,130 @@
+"""Records a run's trace: when the manager's sink is on, what the files say about themselves."""
+
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+import odc
+from odc.fsdp.group import num_elements
+from odc.fsdp.runtime import Runtime
+from odc.memory.events import StepRow
+from odc.memory.manager import MemoryManager
+from odc.memory.pages import PageTable
+from odc.monitor import TraceSink
+from odc.train.checkpoint import Identity
+from odc.train.compose import policy_name
+from odc.train.config import Config
+from profiler.writer import TraceWriter
+
+_FLUSH_NS = 5 * 10**9
+
+
+class Recorder:
+    """Turns tracing on and off, step by step.
+
+    Args:
+        trace_dir: `RUN/trace`; a trace that is there already is continued.
+        config: Sections `profiler` and `memory` are read.
+        runtime: The model's runtime.
+        identity: Of model and corpus.
+
+    Raises:
+        TraceError: The folder cannot be written, or holds a trace of another version.
+    """
+
+    def __init__(
+        self, trace_dir: Path, config: Config, runtime: Runtime, identity: Identity
+    ) -> None:
+        self._manager = runtime.manager
+        self._interval = config.profiler.trace_interval
+        self._memory = "mem_footprint" in config.profiler.metrics
+        self._writer = TraceWriter(trace_dir, manifest=trace_facts(config, runtime, identity))
+        self._writer.write_pages(page_rows(self._manager.table))
+        self._sink = TraceSink(self._writer)
+        self._traced = False
+        self._flushed_ns = time.monotonic_ns()
+        self._profiler_ns = 0
+
+    def begin_step(self, step: int) -> None:
+        """A step begins: the sink is on if it is one of those to trace."""
+        self._manager.step = step
+        self._traced = step % self._interval == 0
+        self._manager.set_sink(self._sink if self._traced else None)
+
+    def write_memory(self) -> None:
+        """Writes the accounts; before the manager's counters are taken, which forget the peak."""
+        if self._memory:
+            self._manager.write_memory()
+
+    def end_training(self, row: StepRow) -> None:
+        """The training of a step is over; evaluation and checkpoint may follow."""
+        row.profiler_ns = self._profiler_ns
+        self._sink.step(row)
+
+    def end_step(self) -> None:
+        """All of a step is over: what was recorded is with the operating system from here on."""
+        start = time.monotonic_ns()
+        if self._traced or start - self._flushed_ns > _FLUSH_NS:
+            self._writer.flush()
+            self._flushed_ns = start
+        self._profiler_ns = time.monotonic_ns() - start
+
+    def close(self) -> None:
+        """Ends the trace."""
+        self._manager.set_sink(None)
+        self._writer.close()
+
+
+def page_rows(table: PageTable) -> Iterator[dict[str, Any]]:
+    """Yields the rows of `pages.arrow`."""
+    for page in table.pages:
+        group = table.groups[page.group]
+        yield {
+            "page": page.page,
+            "group": page.group,
+            "kind": int(page.kind),
+            "slot": page.slot,
+            "part": page.part,
+            "bytes": page.num_bytes,
+            "module_path": group.name,
+            "layer": group.layer,
+            "expert": group.expert,
+            "set": group.set_index,
+        }
+
+
+def trace_facts(config: Config, runtime: Runtime, identity: Identity) -> dict[str, Any]:
+    """Returns what the trace's manifest says about the run."""
+    manager: MemoryManager = runtime.manager
+    assert manager.pool is not None, "the manager is sealed"
+    model = type(runtime.model).__mro__[2]  # behind the paged class and its mixin
+    return {
+        "trace_interval": config.profiler.trace_interval,
+        "metrics": list(config.profiler.metrics),
+        "model": {
+            "class": f"{model.__module__}.{model.__qualname__}",
+            "structure_hash": identity.structure_hash,
+            "num_sets": len(manager.stations.sets),
+            "num_parameters": num_elements(runtime.groups),
+        },
+        "memory": {
+            "total_mem": config.memory.total_mem,
+            "page_budget": manager.pool.num_bytes,
+            "home": config.memory.home,
+            "link_bandwidth": config.memory.link_bandwidth,
+            "page_size": manager.table.page_size,
+            "policy": policy_name(config.memory),
+        },
+        "data": {"corpus_hash": identity.corpus_hash},
+        "versions": {
+            "python": platform.python_version(),
+            "pyarrow": pa.__version__,
+            "torch": str(torch.__version__),
+            "odc": odc.__version__,
+        },
+    }

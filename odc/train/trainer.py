@@ -1,0 +1,364 @@
+"""The training loop: batches, losses, updates, evaluation, checkpoints, records.
+
+    outcome = train(config, Path("runs/first"))
+
+The loop knows a `Task`, a paged model and its optimizer, and writes a run directory. Steps count
+from 0; a checkpoint named `step-000100` stands after step 99 and before step 100. All that a step
+depends on is its number, the weights and the moments, so a resumed run repeats the run that was not
+interrupted to the last bit.
+"""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from odc.errors import CheckpointError, ConfigError
+from odc.fsdp.optimizer import PagedAdamW
+from odc.fsdp.runtime import Runtime
+from odc.memory.events import StepRow
+from odc.memory.pager import Counters
+from odc.train import checkpoint
+from odc.train.checkpoint import Identity
+from odc.train.compose import make_memory, make_model, policy_name, prepare_process
+from odc.train.config import Config, dump_config
+from odc.train.models import Transformer
+from odc.train.progress import Display
+from odc.train.recorder import Recorder
+from odc.train.run_dir import RunDir, machine
+from odc.train.schedule import make_schedule
+from odc.train.tasks import Pretrain, make_task
+
+FINISHED, INTERRUPTED, FAILED, RUNNING = "finished", "interrupted", "failed", "running"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: `finished` or `interrupted`.
+        summary: Content of `summary.json`.
+        run_dir: The run's folder.
+    """
+
+    status: str
+    summary: dict[str, Any]
+    run_dir: Path
+
+
+def train(
+    config: Config,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    start_from: Path | None = None,
+    task: Pretrain | None = None,
+) -> Outcome:
+    """Trains as the configuration says.
+
+    Args:
+        config: The configuration; no change is possible from here on.
+        run_dir: Folder of the run, new or empty unless `resume`.
+        resume: Go on from the newest complete checkpoint in `run_dir`.
+        start_from: Begin a new run at another run's newest checkpoint, or at this checkpoint.
+        task: What to train for; made from the configuration where not given.
+
+    Returns:
+        How it ended: after the last step, or after a SIGINT or SIGTERM.
+
+    Raises:
+        OdcError: Bad input before anything is written; or a failure while running, which leaves
+            `summary.json` with status `failed` and everything that was saved before intact.
+    """
+    trainer = Trainer(config, RunDir(run_dir), resume=resume, start_from=start_from, task=task)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+class Trainer:
+    """One run, from its first step to its end.
+
+    Making one reads the corpus, builds the model and loads the checkpoint; nothing is written to
+    the run directory before that has worked.
+
+    Attributes:
+        model: The paged model.
+        optimizer: Its optimizer.
+        first_step: Where this process begins.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        *,
+        resume: bool = False,
+        start_from: Path | None = None,
+        task: Pretrain | None = None,
+    ) -> None:
+        self.config = config.freeze()
+        self.run_dir = run_dir
+        source = _source(run_dir, resume, start_from)
+        self.first_step = 0 if source is None else checkpoint.read_step(source)
+        if self.first_step >= config.train.steps:
+            raise ConfigError(
+                f"train.steps: got {config.train.steps}; allowed: more than the "
+                f"{self.first_step} steps that {source} has behind it"
+            )
+        self._threads = torch.get_num_threads(), sys.getswitchinterval()
+        prepare_process(config)
+        self.task = make_task(config) if task is None else task
+        memory = make_memory(config, self.first_step)
+        try:
+            self.model: Transformer
+            self.optimizer: PagedAdamW
+            self.model, self.optimizer = make_model(config, self.task.vocab_size, memory)
+            self.identity = Identity.of(self.model, config.model, self.task.corpus_hash)
+            if source is not None:
+                checkpoint.load(source, self.model, self.optimizer, self.identity)
+        except BaseException:
+            memory.close()
+            raise
+        self.manager = memory
+        self.schedule = make_schedule(
+            self.optimizer, config.optimizer, config.train.steps, self.first_step
+        )
+
+    @property
+    def runtime(self) -> Runtime:
+        """What the hooks of the model share."""
+        return self.model._odc_runtime  # type: ignore[return-value]
+
+    def run(self) -> Outcome:
+        """Trains to the last step, or to a signal.
+
+        Raises:
+            OdcError: A failure while running.
+        """
+        self.run_dir.open(self.first_step)
+        dump_config(self.config, self.run_dir.config)
+        self._link_checkpoints()
+        assert self.manager.pool is not None, "the model is built"
+        self._recorder = Recorder(self.run_dir.trace, self.config, self.runtime, self.identity)
+        self._facts = self._make_facts()
+        self._summarize(RUNNING)
+        chosen = self.config.train
+        self._display = Display(
+            self.first_step, chosen.steps, self.manager.pool.num_bytes, chosen.log_every
+        )
+        status = FAILED
+        try:
+            with self._display, _Signals() as signals:
+                status = self._loop(lambda: signals.received)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._recorder.close()
+        return Outcome(status, self._summarize(status), self.run_dir.path)
+
+    def close(self) -> None:
+        """Gives the memory back; the model cannot be used any more."""
+        self.run_dir.close()
+        self.manager.close()
+        torch.set_num_threads(self._threads[0])
+        sys.setswitchinterval(self._threads[1])
+
+    # The loop.
+
+    def _loop(self, stopped: Callable[[], bool]) -> str:
+        self.model.train()
+        self.manager.take()
+        steps = self.config.train.steps
+        for step in range(self.first_step, steps):
+            metrics = self._step(step)
+            self.run_dir.append(metrics)
+            done = step + 1
+            self._save(done, last=done == steps or stopped())
+            self._recorder.end_step()
+            self._display.show(metrics)
+            if stopped() and done < steps:
+                self._display.say(f"interrupted after step {done}")
+                return INTERRUPTED
+        return FINISHED
+
+    def _step(self, step: int) -> dict[str, Any]:
+        """One optimizer step, and the evaluation that is due after it; returns its metrics."""
+        self._recorder.begin_step(step)
+        start = time.perf_counter_ns()
+        loss, tokens = self._forward_backward(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        end = time.perf_counter_ns()
+        self._recorder.write_memory()
+        counters = self.manager.take()
+        row = StepRow(
+            t_ns=end,
+            step=step,
+            epoch=self.task.epoch(step),
+            loss=loss,
+            tokens=tokens,
+            step_ns=end - start,
+            compute_ns=end - start - counters.stall_ns,
+            stall_ns=counters.stall_ns,
+            comm_ns=0,
+            profiler_ns=0,
+            bytes_in=counters.bytes_in,
+            bytes_out=counters.bytes_out,
+            page_bytes=self.manager.transfers.used_bytes,
+            peak_page_bytes=counters.peak_page_bytes,
+            transient_bytes=max(self.manager.rebalance(), 0),
+        )
+        self._recorder.end_training(row)
+        return _metrics(row, counters) | self._evaluate(step + 1)
+
+    def _forward_backward(self, step: int) -> tuple[float, int]:
+        """Accumulates the gradients of a step; returns its loss and its tokens."""
+        accumulate = self.config.train.accumulate
+        losses: list[Tensor] = []
+        tokens = 0
+        for micro in range(accumulate):
+            batch = self.task.batch(step, micro)
+            loss = self.task.loss(self.model, batch) / accumulate
+            loss.backward()
+            losses.append(loss.detach())
+            tokens += batch[0].numel()
+        return sum(loss.item() for loss in losses), tokens
+
+    def _evaluate(self, done: int) -> dict[str, Any]:
+        """Evaluates if it is due; what that moves and waits for is not the step's."""
+        every = self.config.train.eval_every
+        if every is None or (done % every and done != self.config.train.steps):
+            return {}
+        start = time.perf_counter()
+        loss = self.task.evaluate(self.model)
+        self.manager.take()
+        return {"eval_loss": loss, "eval_s": time.perf_counter() - start}
+
+    def _save(self, done: int, last: bool) -> None:
+        chosen = self.config.checkpoint
+        if chosen.every is None or (done % chosen.every and not last):
+            return
+        checkpoint.save(
+            self.run_dir.checkpoints,
+            done,
+            self.model,
+            self.optimizer,
+            self.identity,
+            keep=chosen.keep,
+        )
+        self.manager.take()
+
+    # Records.
+
+    def _link_checkpoints(self) -> None:
+        """With `checkpoint.dir` checkpoints lie there, and the run's own folder leads to them."""
+        folder = self.config.checkpoint.dir
+        if folder is None or self.run_dir.checkpoints.exists():
+            return
+        try:
+            target = Path(folder).expanduser().resolve() / self.run_dir.path.resolve().name
+            target.mkdir(parents=True, exist_ok=True)
+            self.run_dir.checkpoints.symlink_to(target, target_is_directory=True)
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.dir: {folder} cannot be written ({error.strerror}); "
+                "name a folder that can"
+            ) from error
+
+    def _make_facts(self) -> dict[str, Any]:
+        memory = self.config.memory
+        assert self.manager.pool is not None, "the model is built"
+        return {
+            "first_step": self.first_step,
+            "policy": policy_name(memory),
+            "page_budget": self.manager.pool.num_bytes,
+            "home": memory.home,
+            "link_bandwidth": memory.link_bandwidth,
+            "corpus_hash": self.identity.corpus_hash,
+            "structure_hash": self.identity.structure_hash,
+            "machine": machine(),
+        }
+
+    def _summarize(self, status: str, reason: str | None = None) -> dict[str, Any]:
+        facts = dict(self._facts) if reason is None else {"reason": reason, **self._facts}
+        return self.run_dir.write_summary(status, facts)
+
+    def _fail(self, error: BaseException) -> None:
+        """Leaves a readable run behind; nothing here may hide the error itself."""
+        interrupted = isinstance(error, KeyboardInterrupt)
+        try:
+            self._recorder.close()
+            reason = str(error) or type(error).__name__
+            self._summarize(INTERRUPTED if interrupted else FAILED, reason)
+        except Exception as second:
+            print(f"odc: {self.run_dir.path}: {second}", file=sys.stderr)
+
+
+class _Signals:
+    """SIGINT and SIGTERM end a run after its current step; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        # Python delivers signals to the main thread only, and lets only that install handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = True
+
+
+def _source(run_dir: RunDir, resume: bool, start_from: Path | None) -> Path | None:
+    """The checkpoint that a run begins with."""
+    if not resume:
+        run_dir.check_unused()
+        return None if start_from is None else checkpoint.find(start_from)
+    if start_from is not None:
+        raise ConfigError("--from begins a new run and --resume goes on with one; use one of them")
+    found = checkpoint.latest(run_dir.checkpoints)
+    if found is None:
+        raise CheckpointError(
+            f"{run_dir.path}: has no complete checkpoint to resume from; start a new run "
+            "(with checkpoint.every, to be able to resume it)"
+        )
+    return found
+
+
+def _metrics(row: StepRow, counters: Counters) -> dict[str, Any]:
+    return {
+        "step": row.step,
+        "epoch": row.epoch,
+        "loss": row.loss,
+        "tokens": row.tokens,
+        "step_s": row.step_ns / 1e9,
+        "compute_s": row.compute_ns / 1e9,
+        "stall_s": row.stall_ns / 1e9,
+        "bytes_in": row.bytes_in,
+        "bytes_out": row.bytes_out,
+        "page_bytes": row.page_bytes,
+        "peak_page_bytes": row.peak_page_bytes,
+        "transient_bytes": row.transient_bytes,
+        "misses": counters.misses,
+    }
