@@ -44,7 +44,7 @@ class Counters:
 class Tuning:
     """Knobs of the scheduler, each with the measurement behind its default in docs/log.md."""
 
-    flight_bytes: int = 32 * 1024 * 1024  # loads put in flight ahead of use
+    flight_bytes: int = 16 * 1024 * 1024  # loads in flight ahead of use, or two pages if more
     early_stores: int = 2  # early write-backs in flight
     lookahead_bytes: int = 48 * 1024 * 1024  # future victims worth cleaning
     early_write_back: bool = True
@@ -91,6 +91,8 @@ class Pager:
         self._remaining: list[int] = []
         self._plan: Plan | None = None
         self._engine = transfers.engine
+        largest = max((p.num_bytes for p in table.pages), default=0)
+        self._flight_bytes = max(self.tuning.flight_bytes, 2 * largest)
         self._mark = self._engine.now_ns()
 
     # -- what hooks call -------------------------------------------------------------------------
@@ -414,7 +416,7 @@ class Pager:
         plan, transfers, tuning = self._plan, self.transfers, self.tuning
         if plan is None:
             return
-        room = tuning.flight_bytes - transfers.in_flight_bytes
+        room = self._flight_bytes - transfers.in_flight_bytes
         stores = tuning.early_stores - len(transfers.storing)
         if room <= 0 and (stores <= 0 or not tuning.early_write_back):
             return

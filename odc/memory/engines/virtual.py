@@ -43,6 +43,7 @@ class VirtualEngine:
         self._number = 0
         self._queues: tuple[list[Ticket], ...] = ([], [], [])
         self._free = [0, 0, 0]
+        self._settled = True  # nothing can start before the clock moves or a command comes
 
     def now_ns(self) -> int:
         return self._now
@@ -50,7 +51,7 @@ class VirtualEngine:
     def advance(self, duration_ns: int) -> None:
         """Let the computation take ``duration_ns``."""
         self._now += int(duration_ns)
-        self._run()
+        self._settled = False
 
     def submit(
         self,
@@ -68,10 +69,12 @@ class VirtualEngine:
         made = Ticket(kind, page, tuple(pending), priority, self._number, ready)
         self._number += 1
         self._queues[_CHANNEL[kind]].append(made)
+        self._settled = False
         return made
 
     def poll(self, ticket: Ticket) -> bool:
-        self._run()
+        if not self._settled:
+            self._run()
         return 0 <= ticket.done_ns <= self._now
 
     def wait(self, ticket: Ticket) -> None:
@@ -126,6 +129,7 @@ class VirtualEngine:
                 if found is not None and (best is None or found[0] < best[0]):
                     best = (found[0], channel, found[1])
             if best is None or best[0] > self._now:
+                self._settled = True
                 return
             start, channel, ticket = best
             self._queues[channel].remove(ticket)
