@@ -14,12 +14,15 @@ This is not an allocator: it knows neither pages nor who owns them.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import errno
 import mmap
 import os
-from collections import deque
+import threading
 
 FRAME_BYTES = 2 * 1024 * 1024
+Run = tuple[int, int]  # address of the first frame, number of frames that follow each other
 
 PROT_NONE, PROT_RW = 0, 3
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x10, 0x20, 0x4000
@@ -27,7 +30,7 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-# A move takes about 10 us: cheaper than giving the interpreter lock away and waiting to get it
+# A move takes 10 to 30 us: cheaper than giving the interpreter lock away and waiting to get it
 # back. Copies and reads, which take longer, release it.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -91,6 +94,41 @@ def fault_in(address: int, num_bytes: int) -> None:
             ctypes.c_char.from_address(address + offset).value = b"\0"
 
 
+def protect(address: int, num_bytes: int) -> None:
+    """Give up what is mapped there and let nobody use it.
+
+    A new mapping, not ``mprotect``: that would leave one kernel mapping for every run of frames
+    that was ever there, and a process may have 65,530.
+    """
+    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    mapped = _libc.mmap(address, num_bytes, PROT_NONE, flags, -1, 0)
+    _check(mapped == address, f"mmap of {num_bytes} bytes without access")
+
+
+def move_frames(source: int, target: int, num_frames: int) -> None:
+    """Move frames that follow each other; what was mapped at ``target`` is gone.
+
+    One call, unless the source is more than one mapping and the kernel is older than 6.17.
+    """
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    num_bytes = num_frames * FRAME_BYTES
+    if _libc.mremap(source, num_bytes, num_bytes, flags, target) == target:
+        return
+    _check(num_frames > 1 and ctypes.get_errno() == errno.EFAULT, f"mremap of {num_frames} frames")
+    for offset in range(0, num_bytes, FRAME_BYTES):
+        moved = _libc.mremap(source + offset, FRAME_BYTES, FRAME_BYTES, flags, target + offset)
+        _check(moved == target + offset, "mremap of a frame")
+
+
+def frames_in(runs: list[Run]) -> int:
+    """Number of frames in runs."""
+    return sum(count for _, count in runs)
+
+
+def _length(run: Run) -> int:
+    return run[1]
+
+
 class AddressRange:
     """A reserved address range of whole frames. Without frames it can be neither read nor written.
 
@@ -117,7 +155,9 @@ class AddressRange:
 class FramePool:
     """A fixed number of frames, each either in the pool or mapped into a range.
 
-    ``map`` and ``unmap`` may be called from any thread; two calls must not name the same frames.
+    Frames that are neighbours in the pool move together, in one call: the free ones are kept as
+    runs, and a page takes the run that fits it best. ``map`` and ``unmap`` may be called from any
+    thread; two calls must not name the same address.
 
     Args:
         num_frames: frames to fault in now.
@@ -125,18 +165,16 @@ class FramePool:
 
     def __init__(self, num_frames: int) -> None:
         self.num_frames = 0
-        self._free: deque[int] = deque()  # slot addresses; append and pop are atomic
-        self._slots: dict[int, list[int]] = {}  # mapped address -> slot addresses
+        self.num_free = 0
+        self._lock = threading.Lock()  # of the free runs; never held over a move
+        self._free: list[Run] = []  # in order of address, neighbours joined
+        self._mapped: dict[int, list[Run]] = {}  # address -> where its frames came from
         self._arenas: list[tuple[int, int]] = []
         self.grow(num_frames)
 
     @property
     def num_bytes(self) -> int:
         return self.num_frames * FRAME_BYTES
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     def grow(self, num_frames: int) -> None:
         """Fault in ``num_frames`` more frames."""
@@ -146,7 +184,7 @@ class FramePool:
         base = map_anonymous(num_bytes, PROT_RW)
         fault_in(base, num_bytes)
         self._arenas.append((base, num_bytes))
-        self._free.extend(base + i * FRAME_BYTES for i in range(num_frames))
+        self._put([(base, num_frames)])
         self.num_frames += num_frames
 
     def shrink(self, num_frames: int) -> None:
@@ -155,15 +193,8 @@ class FramePool:
         Raises:
             RuntimeError: fewer frames than that are free; evict first.
         """
-        if num_frames > len(self._free):
-            raise RuntimeError(
-                f"cannot give back {num_frames} frames: {len(self._free)} are free; evict first"
-            )
-        for _ in range(num_frames):
-            slot = self._free.pop()
-            _libc.mmap(
-                slot, FRAME_BYTES, PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_FIXED, -1, 0
-            )
+        for slot, count in self._take(num_frames, "give back"):
+            protect(slot, count * FRAME_BYTES)
         self.num_frames -= num_frames
 
     def map(self, address: int, num_frames: int) -> None:
@@ -172,27 +203,69 @@ class FramePool:
         Raises:
             RuntimeError: the pool has too few frames (an accounting error of the caller).
         """
-        if num_frames > len(self._free):
-            raise RuntimeError(f"{num_frames} frames asked for, {len(self._free)} are free")
-        slots = [self._free.popleft() for _ in range(num_frames)]
-        for i, slot in enumerate(slots):
-            self._move(slot, address + i * FRAME_BYTES)
-        self._slots[address] = slots
+        runs = self._take(num_frames, "map")
+        moved: list[Run] = []
+        try:
+            for slot, count in runs:
+                move_frames(slot, address + frames_in(moved) * FRAME_BYTES, count)
+                moved.append((slot, count))
+        except OSError:
+            self._return(address, moved)
+            self._put(runs)
+            raise
+        self._mapped[address] = runs
 
     def unmap(self, address: int) -> None:
         """Move the frames at ``address`` back to the pool and protect the range."""
-        slots = self._slots.pop(address)
-        for i, slot in enumerate(slots):
-            self._move(address + i * FRAME_BYTES, slot)
-        failed = _libc.mprotect(address, len(slots) * FRAME_BYTES, PROT_NONE)
-        _check(failed == 0, "mprotect")
-        self._free.extend(slots)
+        runs = self._mapped[address]
+        self._return(address, runs)
+        del self._mapped[address]
+        self._put(runs)
 
     @staticmethod
-    def _move(source: int, target: int) -> None:
-        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-        moved = _libc.mremap(source, FRAME_BYTES, FRAME_BYTES, flags, target)
-        _check(moved == target, "mremap of a frame")
+    def _return(address: int, runs: list[Run]) -> None:
+        at = address
+        for slot, count in runs:
+            move_frames(at, slot, count)
+            at += count * FRAME_BYTES
+        if at > address:
+            protect(address, at - address)
+
+    def _take(self, num_frames: int, verb: str) -> list[Run]:
+        """The smallest free run that is long enough, or else the longest ones."""
+        taken: list[Run] = []
+        with self._lock:
+            if num_frames > self.num_free:
+                raise RuntimeError(
+                    f"cannot {verb} {num_frames} frames: {self.num_free} of {self.num_frames} "
+                    "are free; evict first"
+                )
+            self.num_free -= num_frames
+            while num_frames:
+                fitting = [run for run in self._free if run[1] >= num_frames]
+                slot, count = run = (
+                    min(fitting, key=_length) if fitting else max(self._free, key=_length)
+                )
+                part = min(count, num_frames)
+                at = self._free.index(run)
+                rest = [(slot + part * FRAME_BYTES, count - part)] if part < count else []
+                self._free[at : at + 1] = rest
+                taken.append((slot, part))
+                num_frames -= part
+        return taken
+
+    def _put(self, runs: list[Run]) -> None:
+        with self._lock:
+            for slot, count in runs:
+                self.num_free += count
+                at = bisect.bisect(self._free, (slot, 0))
+                if at < len(self._free) and slot + count * FRAME_BYTES == self._free[at][0]:
+                    count += self._free.pop(at)[1]
+                if at and self._free[at - 1][0] + self._free[at - 1][1] * FRAME_BYTES == slot:
+                    at -= 1
+                    slot, before = self._free.pop(at)
+                    count += before
+                self._free.insert(at, (slot, count))
 
     def __del__(self) -> None:
         for base, num_bytes in getattr(self, "_arenas", ()):
