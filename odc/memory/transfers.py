@@ -4,10 +4,15 @@ Frames are *booked* before they are taken: what is free, then what a submitted e
 back (the load then waits for that eviction). So the pages account never exceeds the pool, and
 a command never finds the pool empty. A write-back that is queued is taken back when its page is
 written again or dies; one that has started runs on, and the page stays dirty.
+
+Errors of commands are raised by ``poll``, ``settle``, ``wait_any`` and ``drain``, once, when the
+books are right again: a page whose store failed is resident and dirty, one whose load failed is at
+home. The caller may go on or try again.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +23,10 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.pages import PageState, PageTable
 
 _Booking = list[tuple[Ticket | None, int]]
+
+
+def _failed(ticket: Ticket) -> bool:
+    return ticket.done_ns >= 0 and ticket.error is not None
 
 
 class TimedEngine(TransferEngine, Protocol):
@@ -112,7 +121,11 @@ class Transfers:
 
     def _unbook(self, page: int) -> None:
         for ticket, frames in self._booked.pop(page):
-            if ticket is None or self.engine.poll(ticket):
+            if ticket is None:
+                self.free += frames
+            elif _failed(ticket):  # the frames are still where they were
+                continue
+            elif self.engine.poll(ticket):
                 self.free += frames
             else:
                 self._coming.append((ticket, frames))
@@ -147,11 +160,11 @@ class Transfers:
     def settle(self, page: int) -> int:
         """Wait until a page that is on its way is resident; returns the time waited."""
         ticket = self.loading[page]
-        if self.engine.poll(ticket):
+        start = self.engine.now_ns()
+        if not _failed(ticket) and self.engine.poll(ticket):
             self._arrived(page, ticket)
             return 0
-        start = self.engine.now_ns()
-        self.engine.wait(ticket)
+        self._wait(ticket)
         self._arrived(page, ticket)
         return self.engine.now_ns() - start
 
@@ -174,19 +187,27 @@ class Transfers:
         """Take back the prefetch that was queued last; False if none can be."""
         for page in reversed(list(self.loading)):
             ticket = self.loading[page]
-            if page not in self.prefetched or not self.engine.cancel(ticket):
+            if page not in self.prefetched or self.table.pins[page]:  # somebody waits for it
                 continue
-            del self.loading[page]
-            self.prefetched.discard(page)
-            num_bytes = self.table.pages[page].num_bytes
-            self.in_flight_bytes -= num_bytes
-            self.bytes_in -= num_bytes
-            evicting = page in self._evicting
-            self.table.set_state(page, PageState.EVICTING if evicting else PageState.HOME)
-            self._unbook(page)
+            if not self.engine.cancel(ticket):
+                continue
+            num_bytes = self._forget_load(page)
             self._record(None, -1, page, Act.CANCEL, self.home_tier, Tier.DEVICE, num_bytes)
             return True
         return False
+
+    def _forget_load(self, page: int) -> int:
+        """Undo ``load`` or ``create`` in the books; returns the bytes that did not move."""
+        ticket = self.loading.pop(page)
+        self.prefetched.discard(page)
+        self._demanded.pop(page, None)
+        num_bytes = self.table.pages[page].num_bytes if ticket.kind == CommandKind.LOAD else 0
+        self.in_flight_bytes -= num_bytes
+        self.bytes_in -= num_bytes
+        evicting = page in self._evicting
+        self.table.set_state(page, PageState.EVICTING if evicting else PageState.HOME)
+        self._unbook(page)
+        return num_bytes
 
     # -- the way out ---------------------------------------------------------------------------
 
@@ -262,6 +283,13 @@ class Transfers:
 
     def poll(self) -> None:
         """Take note of what is done. Raises what a command raised."""
+        try:
+            self._poll()
+        except Exception:
+            self._recover()
+            raise
+
+    def _poll(self) -> None:
         poll = self.engine.poll
         for page in [p for p, t in self.loading.items() if poll(t)]:
             self._arrived(page, self.loading[page])
@@ -271,10 +299,46 @@ class Transfers:
             del self._evicting[page]
             if self.table.state[page] == PageState.EVICTING:
                 self.table.set_state(page, PageState.HOME)
-        while self._coming and poll(self._coming[0][0]):
-            _, frames = self._coming.popleft()
-            self._coming_frames -= frames
-            self.free += frames
+        back = [entry for entry in self._coming if poll(entry[0])]
+        for entry in back:
+            self._coming.remove(entry)
+            self._coming_frames -= entry[1]
+            self.free += entry[1]
+
+    def _wait(self, ticket: Ticket) -> None:
+        try:
+            self.engine.wait(ticket)
+        except Exception:
+            if _failed(ticket):
+                self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """Commands failed: wait for the rest, then undo the failed ones in the books."""
+        stores = [s.ticket for s in self.storing.values()]
+        for ticket in [*self.loading.values(), *stores, *self._evicting.values()]:
+            with contextlib.suppress(Exception):
+                self.engine.wait(ticket)
+        for page in [p for p, s in self.storing.items() if _failed(s.ticket)]:
+            del self.storing[page]
+            num_bytes = self.table.pages[page].num_bytes
+            self.out_flight_bytes -= num_bytes
+            self.bytes_out -= num_bytes
+        kept = [p for p, t in self._evicting.items() if _failed(t)]
+        for page in [p for p, t in self.loading.items() if _failed(t)]:
+            self._forget_load(page)
+        for page in kept:
+            self._stays(page)
+
+    def _stays(self, page: int) -> None:
+        """A page could not be stored: it has not left its frames."""
+        ticket = self._evicting.pop(page)
+        for entry in [e for e in self._coming if e[0] is ticket]:
+            self._coming.remove(entry)
+            self._coming_frames -= entry[1]
+        self.table.set_state(page, PageState.RESIDENT)
+        self.table.evictable[page] = self.table.pins[page] == 0
+        self.num_resident += 1
 
     def _stored(self, page: int, storing: _Storing) -> None:
         num_bytes = self.table.pages[page].num_bytes
@@ -289,13 +353,21 @@ class Transfers:
         tickets = [*self.loading.values(), *(t for t, _ in self._coming)]
         if not tickets:
             return False
-        self.engine.wait(tickets[0])
+        self._wait(tickets[0])
         self.poll()
         return True
 
     def check(self) -> None:
-        """Assert that every frame is in exactly one place."""
+        """Assert that every frame is in exactly one place, and that states and books agree."""
         table = self.table
+        for page, state in enumerate(table.state):
+            assert (state == PageState.LOADING) == (page in self.loading), f"{page=} {state=}"
+            assert state != PageState.EVICTING or page in self._evicting, f"{page=} {state=}"
+            evictable = state == PageState.RESIDENT and not table.pins[page]
+            assert table.evictable[page] == evictable, f"{page=} {state=} {table.pins[page]=}"
+        assert set(self._booked) == set(self.loading)
+        assert self.prefetched <= set(self.loading)
+        assert self.num_resident == int(table.resident.sum())
         held = sum(int(n) for n, r in zip(table.num_frames, table.resident, strict=True) if r)
         booked = sum(int(table.num_frames[p]) for p in self.loading)
         coming = sum(n for _, n in self._coming)
@@ -309,9 +381,9 @@ class Transfers:
         for page in list(self.loading):
             self.settle(page)
         for storing in list(self.storing.values()):
-            self.engine.wait(storing.ticket)
+            self._wait(storing.ticket)
         for ticket in list(self._evicting.values()):
-            self.engine.wait(ticket)
+            self._wait(ticket)
         self.poll()
 
     def _record(
@@ -326,7 +398,7 @@ class Transfers:
     ) -> None:
         if self.sink is None:
             return
-        if ticket is None:
+        if ticket is None or ticket.done_ns < 0:
             start, duration = self.engine.now_ns(), 0
         else:
             start, duration = ticket.done_ns - ticket.dur_ns, ticket.dur_ns

@@ -5,6 +5,9 @@ The training thread decides and submits; an engine acts elsewhere. A command may
 are written home) and *moves* (frames are given back, or mapped without content). Within a channel
 the ready command of the highest priority runs first, in order of submission among equals. ``wait``
 makes a command, and all that it waits for, urgent: a demand overtakes queued prefetches.
+
+A command that fails changes nothing: frames that were to be filled are in the pool, frames that
+were to be written or given back are still mapped. All that waits for it fails with its error.
 """
 
 from __future__ import annotations
@@ -29,7 +32,13 @@ class Priority(IntEnum):
 
 
 class Ticket:
-    """A submitted command. ``done_ns`` is set once, when it has run or failed."""
+    """A submitted command.
+
+    Attributes:
+        ready_ns: when it was submitted; when it was taken back, if it was.
+        done_ns: set once, when it has run or failed; -1 before.
+        dur_ns: how long its line was busy with it.
+    """
 
     __slots__ = (
         "after",
@@ -69,6 +78,10 @@ class Ticket:
     def is_ready(self) -> bool:
         return all(t.done_ns >= 0 or t.cancelled for t in self.after)
 
+    def inherited_error(self) -> BaseException | None:
+        """The error of the first command that this one waits for and that failed."""
+        return next((t.error for t in self.after if t.error is not None), None)
+
     def urge(self) -> None:
         """Make this command, and all that it waits for, urgent."""
         if self.done_ns >= 0 or self.cancelled:
@@ -91,13 +104,29 @@ class TransferEngine(Protocol):
         """Queue a command; never blocks."""
 
     def poll(self, ticket: Ticket) -> bool:
-        """Whether a command is done. Raises what it raised."""
+        """Whether a command is done (never, if it was cancelled). Raises what it raised."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Block until a command is done. Raises what it raised, or if it takes too long."""
+        """Block until a command is done or was cancelled.
+
+        Raises what it raised, or an ``OdcError`` with the queues if it takes too long.
+        """
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take a command back; False if it has started (it will then run to its end)."""
+        """Take a command back; False if it has started (it will then run to its end).
+
+        What waits for it goes on without it.
+        """
+
+
+def describe(queues: dict[str, list[Ticket]]) -> str:
+    """Queues in words, for errors; the first 20 commands of each."""
+    lines = []
+    for name, queue in queues.items():
+        for ticket in queue[:20]:
+            waits = [f"{t.kind.name} {t.page.page}" for t in ticket.after if t.done_ns < 0]
+            lines.append(f"{name}: {ticket.kind.name} page {ticket.page.page} after {waits}")
+    return "\n".join(lines)
 
 
 class Clock(Protocol):

@@ -2,9 +2,9 @@
 
 Copies and direct I/O release the interpreter lock, so they run beside the computation. With
 ``link_bandwidth`` the bus of a device is emulated: each direction is a line that is busy for
-``bytes / bandwidth`` a page. The line's clock advances by those durations from when a command
-could start, not from when a sleeping thread happened to wake, so that the pace is the same on a
-busy machine; a copy that really takes longer (disk) holds its line longer.
+``bytes / bandwidth`` a page. All clocks advance by durations from when a command could start, not
+from when a sleeping thread happened to wake, so that the pace is the same on a busy machine; a copy
+that really takes longer (disk) holds its line longer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 
 from odc.errors import OdcError
-from odc.memory.engines.base import CommandKind, Priority, Ticket
+from odc.memory.engines.base import CommandKind, Priority, Ticket, describe
 from odc.memory.frames import FramePool
 from odc.memory.home import Home
 from odc.memory.pages import Page
@@ -98,8 +98,8 @@ class ThreadEngine:
         self._number += 1
         if kind == CommandKind.CREATE and not after:
             # Frames without content cost microseconds: less than a worker needs to wake.
-            self.pool.map(page.address, page.num_frames)
             ticket.started = True
+            self._try(ticket)
             ticket.done_ns = time.perf_counter_ns()
             return ticket
         with self._condition:
@@ -108,7 +108,7 @@ class ThreadEngine:
         return ticket
 
     def poll(self, ticket: Ticket) -> bool:
-        if ticket.error is not None:
+        if ticket.done_ns >= 0 and ticket.error is not None:
             raise ticket.error
         return ticket.done_ns >= 0
 
@@ -118,27 +118,28 @@ class ThreadEngine:
                 ticket.urge()
                 self._condition.notify_all()
                 done = self._condition.wait_for(
-                    lambda: ticket.done_ns >= 0 or ticket.cancelled, self.timeout_s
+                    lambda: ticket.done_ns >= 0 or ticket.cancelled or self._stopped,
+                    self.timeout_s,
                 )
-            if not done:
+            if not done or (self._stopped and ticket.done_ns < 0 and not ticket.cancelled):
+                why = "the engine is closed" if self._stopped else f"after {self.timeout_s:g} s"
                 raise OdcError(
-                    f"page {ticket.page.page}: {ticket.kind.name} not done after "
-                    f"{self.timeout_s:.0f} s\n{self.dump()}"
+                    f"page {ticket.page.page}: {ticket.kind.name} not done ({why})\n{self.dump()}"
                 )
         if ticket.error is not None:
             raise ticket.error
 
     def cancel(self, ticket: Ticket) -> bool:
         with self._condition:
-            if ticket.started or ticket.done_ns >= 0:
-                return False
+            if ticket.started or ticket.cancelled:
+                return ticket.cancelled
             self._channels[ticket.kind].queue.remove(ticket)
-            ticket.cancelled = True
+            ticket.cancelled, ticket.ready_ns = True, time.perf_counter_ns()
             self._condition.notify_all()
         return True
 
     def close(self) -> None:
-        """Finish nothing more; stop the workers."""
+        """Finish what has started and nothing more; stop the workers."""
         with self._condition:
             self._stopped = True
             self._condition.notify_all()
@@ -147,39 +148,39 @@ class ThreadEngine:
 
     def dump(self) -> str:
         """The queues in words, for errors."""
-        lines = [f"pool: {self.pool.num_free} of {self.pool.num_frames} frames free"]
-        for name, channel in (("in", self._in), ("out", self._out), ("moves", self._moves)):
-            for ticket in channel.queue[:20]:
-                waits = [f"{t.kind.name} {t.page.page}" for t in ticket.after if t.done_ns < 0]
-                lines.append(f"{name}: {ticket.kind.name} page {ticket.page.page} after {waits}")
-        return "\n".join(lines)
+        queues = {"in": self._in.queue, "out": self._out.queue, "moves": self._moves.queue}
+        return f"pool: {self.pool.num_free} of {self.pool.num_frames} free\n{describe(queues)}"
 
     def _run(self, channel: _Channel) -> None:
         while True:
             with self._condition:
-                ticket = channel.take()
-                while ticket is None:
-                    if self._stopped:
-                        return
+                while not self._stopped and (ticket := channel.take()) is None:
                     self._condition.wait()
-                    ticket = channel.take()
+                if self._stopped:
+                    return
+            assert ticket is not None
             start = time.perf_counter_ns()
-            try:
-                self._execute(ticket)
-            except BaseException as error:  # surfaces at the step that needs the page
-                ticket.error = error
-            end = self._pace(channel, ticket, time.perf_counter_ns())
+            self._try(ticket)
+            end = time.perf_counter_ns()
+            if self.link_bandwidth is not None:
+                start, end = self._pace(channel, ticket, end - start)
             with self._condition:
                 ticket.dur_ns = max(end - start, 1)
                 ticket.done_ns = end
                 ticket.after = ()  # a chain of finished commands would never be freed
                 self._condition.notify_all()
 
+    def _try(self, ticket: Ticket) -> None:
+        """Run a command; what it raises surfaces where the training thread asks for it."""
+        ticket.error = ticket.inherited_error()
+        if ticket.error is None:
+            try:
+                self._execute(ticket)
+            except BaseException as error:
+                ticket.error = error
+
     def _execute(self, ticket: Ticket) -> None:
         page = ticket.page
-        for earlier in ticket.after:
-            if earlier.error is not None:
-                raise earlier.error
         if ticket.kind == CommandKind.RELEASE:
             self.pool.unmap(page.address)
         elif ticket.kind == CommandKind.STORE:
@@ -187,18 +188,20 @@ class ThreadEngine:
         else:
             self.pool.map(page.address, page.num_frames)
             if ticket.kind == CommandKind.LOAD:
-                self.home.load(page.page, page.offset, page.address, page.num_bytes)
+                try:
+                    self.home.load(page.page, page.offset, page.address, page.num_bytes)
+                except BaseException:
+                    self.pool.unmap(page.address)
+                    raise
 
-    def _pace(self, channel: _Channel, ticket: Ticket, copied: int) -> int:
-        """Hold the line for as long as the emulated bus would; returns when the command ends."""
-        if self.link_bandwidth is None or ticket.kind not in (CommandKind.LOAD, CommandKind.STORE):
-            return copied
-        begin = max([channel.free_ns, ticket.ready_ns, *(t.done_ns for t in ticket.after)])
-        due = begin + int(ticket.page.num_bytes / self.link_bandwidth * 1e9)
-        channel.free_ns = max(due, copied)  # not the time at which the thread wakes
-        now = copied
-        while now < due:
-            left = due - now
+    def _pace(self, channel: _Channel, ticket: Ticket, took_ns: int) -> tuple[int, int]:
+        """Hold the line for as long as the emulated bus would; returns begin and end."""
+        assert self.link_bandwidth is not None
+        earlier = (max(t.done_ns, t.ready_ns) for t in ticket.after)
+        begin = max(channel.free_ns, ticket.ready_ns, *earlier)
+        if ticket.error is None and ticket.kind in (CommandKind.LOAD, CommandKind.STORE):
+            took_ns = max(took_ns, int(ticket.page.num_bytes / self.link_bandwidth * 1e9))
+        channel.free_ns = end = begin + took_ns
+        while (left := end - time.perf_counter_ns()) > 0:
             time.sleep(max(left - _SPIN_NS, 0) / 1e9)
-            now = time.perf_counter_ns()
-        return now
+        return begin, end

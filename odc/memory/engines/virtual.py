@@ -8,7 +8,10 @@ The clock moves when the caller computes (``advance``) or waits.
 
 from __future__ import annotations
 
-from odc.memory.engines.base import CommandKind, Priority, Ticket
+from collections.abc import Callable
+
+from odc.errors import OdcError
+from odc.memory.engines.base import CommandKind, Priority, Ticket, describe
 from odc.memory.pages import Page
 
 _CHANNEL = {
@@ -26,6 +29,7 @@ class VirtualEngine:
         bandwidth_in, bandwidth_out: bytes/s of each direction.
         latency_ns: fixed cost of a load or store.
         frame_move_ns: cost of mapping or unmapping one frame.
+        fault: asked at the start of each command; what it returns is raised as its error.
     """
 
     def __init__(
@@ -34,11 +38,13 @@ class VirtualEngine:
         bandwidth_out: float | None = None,
         latency_ns: int = 0,
         frame_move_ns: int = 0,
+        fault: Callable[[Ticket], BaseException | None] | None = None,
     ) -> None:
         self.bandwidth_in = bandwidth_in
         self.bandwidth_out = bandwidth_out if bandwidth_out is not None else bandwidth_in
         self.latency_ns = latency_ns
         self.frame_move_ns = frame_move_ns
+        self.fault = fault
         self._now = 0
         self._number = 0
         self._queues: tuple[list[Ticket], ...] = ([], [], [])
@@ -63,9 +69,9 @@ class VirtualEngine:
         ready = self._now
         pending = []
         for ticket in after:
-            if ticket.cancelled or 0 <= ticket.done_ns <= self._now:
-                continue
-            pending.append(ticket)
+            past = 0 <= ticket.done_ns <= self._now
+            if not ticket.cancelled and (ticket.error is not None or not past):
+                pending.append(ticket)
         made = Ticket(kind, page, tuple(pending), priority, self._number, ready)
         self._number += 1
         self._queues[_CHANNEL[kind]].append(made)
@@ -75,38 +81,46 @@ class VirtualEngine:
     def poll(self, ticket: Ticket) -> bool:
         if not self._settled:
             self._run()
-        return 0 <= ticket.done_ns <= self._now
+        done = 0 <= ticket.done_ns <= self._now
+        if done and ticket.error is not None:
+            raise ticket.error
+        return done
 
     def wait(self, ticket: Ticket) -> None:
-        self._run()
-        if 0 <= ticket.done_ns <= self._now:
+        if self.poll(ticket) or ticket.cancelled:
             return
         ticket.urge()
         while ticket.done_ns < 0:
             start = self._next_start()
-            assert start is not None, f"page {ticket.page.page}: {ticket.kind.name} can never run"
+            if start is None:
+                raise OdcError(
+                    f"page {ticket.page.page}: {ticket.kind.name} can never run\n{self.dump()}"
+                )
             self._now = max(self._now, start)
             self._run()
         self._now = max(self._now, ticket.done_ns)
-        self._run()
+        self.poll(ticket)
 
     def cancel(self, ticket: Ticket) -> bool:
         self._run()
-        if ticket.started:
-            return False
+        if ticket.started or ticket.cancelled:
+            return ticket.cancelled
         self._queues[_CHANNEL[ticket.kind]].remove(ticket)
-        ticket.cancelled = True
+        ticket.cancelled, ticket.ready_ns = True, self._now
+        self._settled = False  # what waits for it is ready now
         return True
+
+    def dump(self) -> str:
+        """The queues in words, for errors."""
+        return describe(dict(zip(("in", "out", "moves"), self._queues, strict=True)))
 
     def _ready_ns(self, ticket: Ticket) -> int | None:
         """When a queued command could start, or None while something it waits for has no end."""
         ready = ticket.ready_ns
         for earlier in ticket.after:
-            if earlier.cancelled:
-                continue
-            if earlier.done_ns < 0:
+            if earlier.done_ns < 0 and not earlier.cancelled:
                 return None
-            ready = max(ready, earlier.done_ns)
+            ready = max(ready, earlier.done_ns, earlier.ready_ns)
         return ready
 
     def _next_start(self) -> int | None:
@@ -134,7 +148,10 @@ class VirtualEngine:
             start, channel, ticket = best
             self._queues[channel].remove(ticket)
             ticket.started = True
-            ticket.dur_ns = self._duration(ticket)
+            ticket.error = ticket.inherited_error()
+            if ticket.error is None and self.fault is not None:
+                ticket.error = self.fault(ticket)
+            ticket.dur_ns = self._duration(ticket) if ticket.error is None else 0
             ticket.done_ns = start + ticket.dur_ns
             self._free[channel] = ticket.done_ns
             ticket.after = ()
