@@ -152,16 +152,11 @@ class Pager:
         self._time += 1
         visit = self._enter(group, phase)
         pages = self._pin(group, needs, part, visit, compute_ns)
-        self.transfers.poll()
-        waiting = self._demand(pages)
-        if self.prefetcher is not None:
-            start = self._engine.now_ns()
-            if self._plan is None or self._stale:
-                self._make_plan()
-            self._think()
-            self.counters.plan_ns += self._engine.now_ns() - start
-        for page in waiting:
-            self._settle(page)
+        try:
+            self._make_resident(pages)
+        except Exception:
+            self._unpin([page for page, _ in pages])
+            raise
         for page, op in pages:
             if op != Op.READ:
                 self.transfers.dirtied(page)
@@ -173,7 +168,10 @@ class Pager:
     def release(self, group: int, kind: Kind, part: int | None = None) -> None:
         """Unpin pages; they may be evicted from now on."""
         table = self.table
-        ids = table.of(group, kind) if part is None else table.of_part(group, kind, part)
+        self._unpin(table.of(group, kind) if part is None else table.of_part(group, kind, part))
+
+    def _unpin(self, ids: Sequence[int]) -> None:
+        table = self.table
         for page in ids:
             table.pins[page] -= 1
             assert table.pins[page] >= 0, f"page {page} released more often than accessed"
@@ -332,6 +330,18 @@ class Pager:
         )
 
     # -- making pages resident -------------------------------------------------------------------
+
+    def _make_resident(self, pages: list[tuple[int, Op]]) -> None:
+        self.transfers.poll()
+        waiting = self._demand(pages)
+        if self.prefetcher is not None:
+            start = self._engine.now_ns()
+            if self._plan is None or self._stale:
+                self._make_plan()
+            self._think()
+            self.counters.plan_ns += self._engine.now_ns() - start
+        for page in waiting:
+            self._settle(page)
 
     def _demand(self, pages: list[tuple[int, Op]]) -> list[int]:
         """Submit what is missing; returns the pages to wait for."""
