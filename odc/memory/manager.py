@@ -16,7 +16,7 @@ import numpy as np
 from odc.errors import BudgetError
 from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind, Tier
-from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool
+from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
 from odc.memory.home import DiskHome, Home, HostHome
 from odc.memory.ledger import Ledger
 from odc.memory.pager import Pager, Tuning
@@ -152,7 +152,7 @@ class MemoryManager(Pager):
         else:
             self.home = HostHome(table.home_bytes, table.gradient_bytes)
             self.ledger.home_bytes = table.home_bytes
-        self.pool = FramePool(frames)
+        self.pool = make_pool(frames)
         engine = ThreadEngine(self.pool, self.home, self._link_bandwidth)
         transfers = Transfers(table, engine, frames, self.home.tier, self._policy)
         stations = Stations(table, sets)
