@@ -304,6 +304,6 @@ def _install(
         runtime.units.append(hooks)
     for index, experts in enumerate(sets):
         runtime.order_experts(experts.module, index)
-    if runtime.manager.unlimited:
+    if runtime.manager.unlimited and not runtime.update_in_backward:
         for group in runtime.groups:
             group.plain_grad = True
