@@ -32,7 +32,7 @@ from predictor.features import (
     labelled_rows,
     make_features,
 )
-from predictor.model import Advance, FitReport, Predictor, ignore_progress, warm_start
+from predictor.model import Advance, FitReport, Predictor, warm_start
 from predictor.scorer import MLPScorer
 from predictor.stack import WIDTH, fit_stack
 
@@ -91,14 +91,10 @@ class SklearnPredictor(Predictor):
         super().__init__(structure)
         self.training = SklearnTraining()
 
-    def fit(
-        self,
-        visits: Visits,
-        part: npt.NDArray[np.uint8],
-        seed: int = 0,
-        advance: Advance = ignore_progress,
+    def _fit(
+        self, visits: Visits, part: npt.NDArray[np.uint8], seed: int, advance: Advance
     ) -> FitReport:
-        """Fits each candidate, keeps the best by validation and stacks it (see `Predictor.fit`)."""
+        """Fits each candidate, keeps the best by validation and stacks it."""
         most = self.training.max_inputs // self._num_inputs
         rows = [labelled_rows(visits, part, which)[-most:] for which in (TRAIN, VALIDATION)]
         both = np.union1d(*rows)

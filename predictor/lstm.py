@@ -33,7 +33,7 @@ from predictor.features import (
     make_features,
     token_feature,
 )
-from predictor.model import Advance, FitReport, Predictor, ignore_progress, warm_start
+from predictor.model import Advance, FitReport, Predictor, warm_start
 from predictor.scorer import LSTMScorer
 from predictor.stack import WIDTH, fit_stack, plain_stack
 
@@ -185,14 +185,10 @@ class LSTMPredictor(Predictor):
     def settings(self) -> dict[str, Any]:
         return {"hidden": self.hidden}
 
-    def fit(
-        self,
-        visits: Visits,
-        part: npt.NDArray[np.uint8],
-        seed: int = 0,
-        advance: Advance = ignore_progress,
+    def _fit(
+        self, visits: Visits, part: npt.NDArray[np.uint8], seed: int, advance: Advance
     ) -> FitReport:
-        """Trains by truncated backpropagation through time (see `Predictor.fit`)."""
+        """Trains by truncated backpropagation through time."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = LSTMNetwork(self.structure, self.hidden, self.training.dropout)

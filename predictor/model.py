@@ -54,7 +54,6 @@ class Predictor(ABC):
         self.structure = structure
         self.arrays: dict[str, np.ndarray] = {}
 
-    @abstractmethod
     def fit(
         self,
         visits: Visits,
@@ -66,7 +65,21 @@ class Predictor(ABC):
 
         State runs through all visits in order; labels beyond a part's end are left out, so nothing
         of the held-out part is learned.
+
+        Raises:
+            ValueError: a part has too few visits.
         """
+        from threadpoolctl import threadpool_limits
+
+        # Matrices this small gain nothing from more threads, and on a busy machine threads that
+        # waited for one another made a fit 9 times slower. One thread sums in one order, too.
+        with threadpool_limits(limits=1):  # torch's threads are among them
+            return self._fit(visits, part, seed, advance)
+
+    @abstractmethod
+    def _fit(
+        self, visits: Visits, part: npt.NDArray[np.uint8], seed: int, advance: Advance
+    ) -> FitReport: ...
 
     @abstractmethod
     def expected_shapes(self, arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ observed visit.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -28,7 +29,7 @@ HALF: FloatArray = np.array(0.5, dtype=np.float32)  # 0-d: a Python number is co
 ZERO: FloatArray = np.array(0.0, dtype=np.float32)
 
 
-class _LearnedScorer:
+class _LearnedScorer(ABC):
     """Popularity state, and the last stage: stack, then the one sigmoid.
 
     Args:
@@ -70,9 +71,9 @@ class _LearnedScorer:
             self._stale = False
         return self._scores
 
+    @abstractmethod
     def learned_logits(self) -> FloatArray:
         """The network's part, (num_sets, max_members); the caller may write to it."""
-        raise NotImplementedError(f"{type(self).__name__} must compute its learned logits")
 
     def _take_in(self, set_index: int, used: BoolArray) -> FloatArray:
         """Writes a visit into the bank's row; returns it padded, (max_members,) float32."""

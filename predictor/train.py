@@ -67,7 +67,7 @@ def train_predictor(
     part[visits.run >= len(run_dirs)] = HELD_OUT
     predictor = make(visits.structure)
     began = time.perf_counter()
-    with one_thread(), show_progress(f"training {kind}") as advance:
+    with show_progress(f"training {kind}") as advance:
         report = predictor.fit(visits, part, seed=seed, advance=advance)
     fit_seconds = time.perf_counter() - began
     quality = compare_quality(visits, part, [predictor])
@@ -145,16 +145,3 @@ def show_progress(title: str) -> Iterator[Advance]:
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task(title, total=1.0)
         yield lambda share: progress.update(task, completed=share)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Trains with one torch thread: faster on matrices this small, and the same bits everywhere."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
