@@ -147,6 +147,10 @@ class MemoryManager(Pager):
         )
         if frames < min(least, all_frames):
             self._refuse(frames, least, owner)
+        # Before anything that has to be given back: a prefetcher may refuse this model.
+        library = OrderLibrary(Stations(table, sets))
+        weight = np.ones(len(table.pages))
+        prefetcher = None if self.unlimited else self._prefetch(library, weight, self._limits)
         if self._home_kind == "disk":
             self.home = DiskHome(table.home_bytes + table.gradient_bytes, self._home_dir)
         else:
@@ -155,10 +159,6 @@ class MemoryManager(Pager):
         self.pool = make_pool(frames)
         engine = ThreadEngine(self.pool, self.home, self._link_bandwidth)
         transfers = Transfers(table, engine, frames, self.home.tier, self._policy)
-        stations = Stations(table, sets)
-        library = OrderLibrary(stations)
-        weight = np.ones(len(table.pages))
-        prefetcher = None if self.unlimited else self._prefetch(library, weight, self._limits)
         super().__init__(table, library, transfers, self._eviction, prefetcher, self._tuning)
         self._least_frames = least
         self.hold_pinned()
