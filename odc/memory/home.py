@@ -48,13 +48,22 @@ class HostHome:
 
     def __init__(self, num_bytes: int, spare_bytes: int = 0) -> None:
         self._num_bytes = max(num_bytes + spare_bytes, FRAME_BYTES)
+        self._eager_bytes = num_bytes
+        self._spare_used: dict[int, int] = {}  # offset -> bytes
         self._base = map_anonymous(self._num_bytes, PROT_RW)
         fault_in(self._base, num_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Host memory that is taken."""
+        return self._eager_bytes + sum(self._spare_used.copy().values())
 
     def load(self, page: int, offset: int, address: int, num_bytes: int) -> None:
         ctypes.memmove(address, self._base + offset, num_bytes)
 
     def store(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        if offset >= self._eager_bytes:
+            self._spare_used[offset] = num_bytes
         ctypes.memmove(self._base + offset, address, num_bytes)
 
     def close(self) -> None:
