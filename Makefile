@@ -25,7 +25,7 @@ chromium:
 	       || echo "chromium is not installed and cannot be: the browser tests will say so and skip"; }
 
 demo: $(STAMP)   ## profile, train predictors, evaluate, train on with learned prefetch, report
-	$(BIN)/odc demo --run-dir $(OUT)
+	$(BIN)/odc demo --run-dir $(OUT) --overwrite
 
 test: $(STAMP) chromium  ## everything that needs no GPU, under 10 minutes
 	$(BIN)/python -m pytest -m "not slow and not gpu"

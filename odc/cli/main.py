@@ -9,9 +9,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from odc.cli import dashboard, exits, generate, predictor, profile, report, train
+from odc.cli import dashboard, demo, exits, generate, predictor, profile, report, train
 
-COMMANDS = (train, profile, predictor, dashboard, report, generate)
+COMMANDS = (demo, train, profile, predictor, dashboard, report, generate)
 
 _EPILOG = """\
 examples:
@@ -52,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
-    # Of KEY=VALUE around options, argparse hands back those behind the options.
-    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+    # argparse hands back those of the words that stand behind an option.
+    if rest and (not hasattr(args, "words") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        args.overrides += rest
+        args.words += rest
     try:
         return int(args.run(args))
     except BaseException as error:
