@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until interrupted; returns the exit code."""
-    from dashboard.app import run as serve
+    from dashboard.app import serve
 
     if not args.directory.is_dir():
         raise UsageError(f"{args.directory}: no such folder; give a run, or a folder of runs")

@@ -43,9 +43,11 @@ def add_parser(commands: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `odc train` and `odc profile` share."""
     parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="file or name; with --resume: of the run"
+        "words",
+        nargs="*",
+        metavar=("CONFIG", "KEY=VALUE"),
+        help="file or name (left out: that of the run to resume), and e.g. train.steps=500",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. train.steps=500")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="default: runs/CONFIG-TIMESTAMP"
     )
@@ -71,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
 
 def train_with(args: argparse.Namespace, presets: tuple[str, ...]) -> int:
     """Trains with overrides that the user's own hold against."""
-    _sort_out(args)
-    run_dir = _run_dir(args)
-    path = run_dir / "config.yaml" if args.config is None else config_path(args.config)
-    config = _load(path, (*presets, *args.overrides))
+    name, overrides = _sort_out(args)
+    run_dir = _run_dir(args, name)
+    path = run_dir / "config.yaml" if name is None else config_path(name)
+    config = _load(path, (*presets, *overrides))
     from odc.train.trainer import INTERRUPTED, train
 
     outcome = train(config, run_dir, resume=args.resume, start_from=args.start_from)
@@ -107,24 +109,27 @@ def config_path(name: str) -> Path:
     )
 
 
-def _sort_out(args: argparse.Namespace) -> None:
-    """Without CONFIG the first KEY=VALUE lands in its place."""
-    if args.config is not None and "=" in args.config:
-        args.overrides.insert(0, args.config)
-        args.config = None
-    if args.config is None and not (args.resume and args.run_dir is not None):
+def _sort_out(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Returns CONFIG, if there is one, and the overrides."""
+    overrides = [word for word in args.words if "=" in word]
+    names = [word for word in args.words if "=" not in word]
+    if len(names) > 1:
+        raise UsageError(f"{names[1]}: expected KEY=VALUE after the config {names[0]}")
+    if not names and not (args.resume and args.run_dir is not None):
         raise UsageError(
             "CONFIG is missing: give a config.yaml or a name, or --resume with --run-dir"
         )
+    return (names[0] if names else None), overrides
 
 
-def _run_dir(args: argparse.Namespace) -> Path:
+def _run_dir(args: argparse.Namespace, name: str | None) -> Path:
     if args.run_dir is not None:
         return args.run_dir  # type: ignore[no-any-return]
     from odc.train.run_dir import default_run_dir, newest_run_dir
 
-    name = config_path(args.config).stem
-    return newest_run_dir(name) if args.resume else default_run_dir(name)
+    assert name is not None, "without CONFIG there is a run directory"
+    stem = config_path(name).stem
+    return newest_run_dir(stem) if args.resume else default_run_dir(stem)
 
 
 def _load(path: Path, overrides: tuple[str, ...]) -> "Config":

@@ -273,7 +273,7 @@ def _group_bytes(runtime: Runtime, optimizer: PagedAdamW, group: ParamGroup, op:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 # Folders.

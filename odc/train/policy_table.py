@@ -13,6 +13,7 @@ import numpy as np
 
 from odc.errors import ConfigError
 from odc.memory.events import Act
+from odc.memory.frames import FRAME_BYTES
 from odc.memory.manager import PrefetchFactory
 from odc.memory.replay import Link, SimResult, Workload, oracle_factory, simulate
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
@@ -173,7 +174,8 @@ def _budget(
     if budget is not None:
         return parse_size(budget)
     own = memory.get("page_budget")
-    if not isinstance(own, int) or own >= int(reader.pages["bytes"].sum()):
+    all_frames = int((-(-reader.pages["bytes"] // FRAME_BYTES)).sum())
+    if not isinstance(own, int) or own >= all_frames * FRAME_BYTES:
         raise ConfigError(
             f"{run_dir}: all pages fit the budget that it ran with; name a smaller one (--budget)"
         )

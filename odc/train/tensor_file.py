@@ -63,8 +63,8 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], buffers: Buffers) -> 
     Args:
         path: Where to write.
         specs: The tensors, in order.
-        buffers: For each of them its bytes, `num_bytes` of format B; each is used before the next is
-            asked for.
+        buffers: For each of them its bytes, `num_bytes` of format B; each is used before the next
+            is asked for.
 
     Raises:
         OSError: The file cannot be written.

@@ -8,6 +8,7 @@ depends on is its number, the weights and the moments, so a resumed run repeats 
 interrupted to the last bit.
 """
 
+import datetime
 import signal
 import sys
 import threading
@@ -281,6 +282,7 @@ class Trainer:
         memory = self.config.memory
         assert self.manager.pool is not None, "the model is built"
         return {
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "first_step": self.first_step,
             "policy": policy_name(memory),
             "page_budget": self.manager.pool.num_bytes,
