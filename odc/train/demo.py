@@ -165,12 +165,12 @@ def _format(rows: list[Measured]) -> str:
         "measured, medians of a step (before: the first row; after: the last)",
         f"{'policy':<24}{'step s':>10}{'stall s':>10}{'in':>10}{'out':>10}{'stall':>10}{'step':>8}",
     ]
-    for row in rows:
-        lines.append(
-            f"{row.policy:<24}{row.step_s:>10.3f}{row.stall_s:>10.3f}"
-            f"{format_bytes(round(row.bytes_in)):>10}{format_bytes(round(row.bytes_out)):>10}"
-            f"{row.stall_s / base.stall_s:>9.0%} {row.step_s / base.step_s:>7.0%}"
-        )
+    lines += [
+        f"{row.policy:<24}{row.step_s:>10.3f}{row.stall_s:>10.3f}"
+        f"{format_bytes(round(row.bytes_in)):>10}{format_bytes(round(row.bytes_out)):>10}"
+        f"{row.stall_s / base.stall_s:>9.0%} {row.step_s / base.step_s:>7.0%}"
+        for row in rows
+    ]
     lines.append(
         f"losses are the same to the last bit: {base.first_loss:.6f} ... {base.last_loss:.6f}"
     )
