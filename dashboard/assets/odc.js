@@ -1,0 +1,13 @@
+// Theme switch: the page's colours follow data-theme, figures are drawn again by the server.
+window.dash_clientside = Object.assign({}, window.dash_clientside, {
+  odc: {
+    theme: function (clicks) {
+      const root = document.documentElement;
+      if (clicks) {
+        root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
+        localStorage.setItem("odc-theme", root.dataset.theme);
+      }
+      return root.dataset.theme || "light";
+    },
+  },
+});
