@@ -375,7 +375,8 @@ class Pager:
                 transfers.evict(page)
             if transfers.available >= frames or transfers.cancel_one_prefetch():
                 continue
-            if not (transfers.prefetched and transfers.wait_any()):
+            on_the_way = any(not self.table.pins[page] for page in transfers.loading)
+            if not (on_the_way and transfers.wait_any()):
                 raise BudgetError(self._no_room(frames))
 
     def _no_room(self, frames: int) -> str:
