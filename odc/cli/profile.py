@@ -17,6 +17,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command's arguments."""
     parser = commands.add_parser(
         "profile",
+        usage="odc profile [CONFIG] [KEY=VALUE ...] [options]",
         help="train with every step traced",
         description="Trains like `odc train` with profiler.trace_interval 1: the trace holds "
         "every access, for predictors, comparisons and the dashboard.",

@@ -30,6 +30,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command's arguments."""
     parser = commands.add_parser(
         "train",
+        usage="odc train [CONFIG] [KEY=VALUE ...] [options]",
         help="train as a configuration says",
         description="Trains as a configuration says and writes a run directory.",
         epilog=_EPILOG.format(names=", ".join(packaged_configs())),
@@ -45,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar=("CONFIG", "KEY=VALUE"),
-        help="file or name (left out: that of the run to resume), and e.g. train.steps=500",
+        metavar="CONFIG, KEY=VALUE",
+        help="file or name (left out: that of the run to resume), and what holds against it",
     )
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="default: runs/CONFIG-TIMESTAMP"

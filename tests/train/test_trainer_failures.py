@@ -1,0 +1,94 @@
+"""Claims about failing storage: page and file are named, what was saved is intact."""
+
+import errno
+import json
+
+import pytest
+
+from odc.errors import BudgetError, PageIOError
+from odc.memory.home import DiskHome
+from odc.train import checkpoint
+from odc.train.run_dir import RunDir
+from odc.train.trainer import Trainer, train
+from profiler import TraceReader
+
+
+class FailingHome:
+    """A home whose calls fail from some call on."""
+
+    def __init__(self, inner: DiskHome, verb: str, healthy_calls: int, number: int) -> None:
+        self.inner, self.tier, self.path = inner, inner.tier, inner.path
+        self.verb, self.left, self.number = verb, healthy_calls, number
+
+    def load(self, page, offset, address, num_bytes):
+        self._count("load", page)
+        self.inner.load(page, offset, address, num_bytes)
+
+    def store(self, page, offset, address, num_bytes):
+        self._count("store", page)
+        self.inner.store(page, offset, address, num_bytes)
+
+    def _count(self, verb, page):
+        if verb != self.verb:
+            return
+        self.left -= 1
+        if self.left < 0:
+            reason = errno.errorcode[self.number]
+            raise PageIOError(f"cannot {verb}: {reason}", page=page, path=self.path)
+
+    def close(self):
+        self.inner.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "verb", "number"),
+    [("dense", "load", errno.EIO), ("moe", "store", errno.EIO), ("moe", "store", errno.ENOSPC)],
+)
+def test_a_page_that_fails_ends_the_run_and_spares_what_was_saved(
+    make_config, read_metrics, tmp_path, model, verb, number
+):
+    keys = {
+        "checkpoint.every": 2,
+        "memory.home": "disk",
+        "memory.home_dir": tmp_path,
+        "profiler.trace_interval": 1,
+    }
+    trainer = Trainer(make_config(model, **keys), RunDir(tmp_path / "run"))
+    engine = trainer.manager.transfers.engine
+    step = trainer._step
+
+    def fail_in_step_3(number_of_step):
+        if number_of_step == 3:
+            engine.home = FailingHome(engine.home, verb, 2, number)
+        return step(number_of_step)
+
+    trainer._step = fail_in_step_3
+    with pytest.raises(PageIOError, match=errno.errorcode[number]) as caught:
+        trainer.run()
+    trainer.close()
+    assert caught.value.page >= 0 and caught.value.path.parent == tmp_path
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed" and f"page {caught.value.page}" in summary["reason"]
+    assert TraceReader(tmp_path / "run").steps()["step"].tolist() == [0, 1, 2]
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None and newest.name == "step-000002"
+    train(make_config(model, **keys), tmp_path / "run", resume=True)
+    train(make_config(model), tmp_path / "whole")
+    resumed, whole = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "whole")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(make_config, tmp_path):
+    with pytest.raises(BudgetError, match=r"memory\.page_budget: 2MB .* use at least"):
+        train(make_config(**{"memory.page_budget": "2MB"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_trace_that_cannot_be_written_does_not_stop_training(make_config, tmp_path, monkeypatch):
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("profiler.segment.SegmentWriter.append", full)
+    outcome = train(make_config(**{"train.steps": 3}), tmp_path / "run")
+    assert outcome.status == "finished"
+    assert TraceReader(tmp_path / "run").dropped_events > 0
