@@ -28,7 +28,10 @@ def graph(panel: Panel, verdict: str = "") -> Component:
     """
     return html.Figure(
         [
-            html.Figcaption(panel.title, className="panel-title"),
+            html.Figcaption(
+                [panel.title, html.Span(panel.legend, className="panel-legend")],
+                className="panel-title",
+            ),
             dcc.Graph(
                 id=f"graph-{panel.key}",
                 figure=panel.figure,

@@ -37,6 +37,7 @@ class Panel:
     Attributes:
         key: Identifies the figure on its page.
         summary: What the figure shows, in words, for those who cannot see it.
+        legend: What the colour means, where a colour bar has no room to say so.
         hatched: Whether unknown values show through as hatching.
         wide: Whether the figure takes the whole width where others stand side by side.
     """
@@ -45,6 +46,7 @@ class Panel:
     title: str
     figure: go.Figure
     summary: str
+    legend: str = ""
     hatched: bool = False
     wide: bool = False
 

@@ -162,20 +162,37 @@ def quantity_scale(theme: Theme, largest: float) -> list[list[Any]]:
     edge = min(0.5 / largest, 0.4) if largest > 0 else 0.4
     span = 1 - edge
     steps = [[edge + span * i / (len(colors) - 1), color] for i, color in enumerate(colors)]
+    steps[-1][0] = 1.0  # plotly.js ignores a scale that ends at 0.9999999
     return [[0.0, theme.zero], [edge, theme.zero], *steps]
 
 
-def colorbar(title: str) -> dict[str, Any]:
-    """Return a colour bar above the plot, so that it costs no width on a phone."""
+def colorbar(largest: float, unit: str = "") -> dict[str, Any]:
+    """Return a colour bar above the plot, so that it costs no width on a phone.
+
+    The figure needs the margins of `bar_margins`.
+    """
     return {
         "orientation": "h",
         "x": 0,
         "xanchor": "left",
+        "xpad": 0,
+        # Placed in the container: placed at the plot, it pushes the margins about.
+        "yref": "container",
         "y": 1.0,
-        "yanchor": "bottom",
+        "yanchor": "top",
+        "ypad": 2,
         "len": 0.6,
         "thickness": 10,
-        "title": {"text": title, "side": "top", "font": {"size": 12.5}},
+        # A few counts get a tick each: there is no half of one.
+        "ticksuffix": f" {unit}" if unit else "",
+        "showticksuffix": "last",
+        "dtick": 1 if largest <= 6 and float(largest).is_integer() else None,
         "tickfont": {"size": 11.5},
         "outlinewidth": 0,
     }
+
+
+def bar_margins(fig: go.Figure, x_title: bool = True) -> None:
+    """Make room for a colour bar above the plot and ticks below it."""
+    fig.update_layout(margin={"t": 40, "b": 46 if x_title else 28})
+    fig.update_xaxes(automargin=False)

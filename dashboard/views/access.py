@@ -77,7 +77,7 @@ def access_figure(
     cells, rows, columns = sum_bins(values, max_rows, MAX_COLUMNS)
     names = row_names(run, found.groups, rows)
     steps = column_names(found.steps, columns)
-    limit, clipped = robust_max(cells)
+    limit, _ = robust_max(cells)
     fig = figure(theme, height=max(300, min(660, 130 + 14 * len(cells))))
     fig.add_heatmap(
         z=cells.astype(np.float32) if mode == "stall" else _narrow(cells),
@@ -86,7 +86,7 @@ def access_figure(
         zmin=0,
         zmax=limit,
         colorscale=quantity_scale(theme, limit if mode != "stall" else 1e3),
-        colorbar=colorbar(f"{title} a cell{' (clipped at ▸)' if clipped else ''}; grey is zero"),
+        colorbar=colorbar(limit, "ms" if mode == "stall" else ""),
         hovertemplate=f"%{{y}}<br>step %{{x}}: <b>%{{z:,.4~g}}</b> {title}<extra></extra>",
     )
     if mode == "accesses":
@@ -187,6 +187,7 @@ def build(run: RunData, state: ViewState, theme: Theme, max_rows: int = MAX_ROWS
         f"{dict(modes)[mode].capitalize()} by group and step",
         access_figure(run, found, mode, theme, max_rows),
         _summary(found, mode),
+        legend=_legend(mode),
     )
     return PageContent(
         TITLE,
@@ -198,6 +199,11 @@ def build(run: RunData, state: ViewState, theme: Theme, max_rows: int = MAX_ROWS
         how=_how(),
         tables=(group_table(run, found, window),),
     )
+
+
+def _legend(mode: str) -> str:
+    what = {"misses": "demand loads", "stall": "stall in ms"}.get(mode, "accesses")
+    return f"Colour: {what} of a group in a step; grey is zero"
 
 
 def _summary(found: GroupSteps, mode: str) -> str:

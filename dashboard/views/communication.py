@@ -12,7 +12,7 @@ from dashboard.binning import edges, robust_max
 from dashboard.content import Choice, Column, DataTable, How, Notice, PageContent, Panel
 from dashboard.data import RunData
 from dashboard.state import ViewState
-from dashboard.theme import Theme, colorbar, figure, quantity_scale
+from dashboard.theme import Theme, bar_margins, colorbar, figure, quantity_scale
 from dashboard.views.frame import trace_notices, window_text
 from profiler.analysis import CommMatrix, Table, comm_matrix, num_rows, select
 from profiler.schema import CommOp
@@ -112,7 +112,7 @@ def matrix_figure(run: RunData, matrix: CommMatrix, theme: Theme) -> go.Figure:
     """Draw the matrix of ranks: rows send, columns receive."""
     cells, borders = rank_cells(run, matrix)
     unit, scale = _unit(float(np.nanmax(cells, initial=0)))
-    limit, clipped = robust_max(cells / scale)
+    limit, _ = robust_max(cells / scale)
     names = _rank_names(borders)
     size = len(names)
     fig = figure(theme, height=max(340, min(640, 150 + 56 * size if size < 9 else 640)))
@@ -123,10 +123,8 @@ def matrix_figure(run: RunData, matrix: CommMatrix, theme: Theme) -> go.Figure:
         zmin=0,
         zmax=limit,
         colorscale=quantity_scale(theme, 1e3),
-        colorbar=colorbar(f"{unit} sent{' (clipped at ▸)' if clipped else ''}"),
+        colorbar=colorbar(limit, unit),
         texttemplate="%{z:,.3~g}" if size <= _PRINTED_RANKS else None,
-        xgap=1,
-        ygap=1,
         hoverongaps=False,
         hovertemplate=f"rank %{{y}} → rank %{{x}}: <b>%{{z:,.4~g}} {unit}</b><extra></extra>",
     )
@@ -138,7 +136,7 @@ def matrix_figure(run: RunData, matrix: CommMatrix, theme: Theme) -> go.Figure:
         nticks=16,
         range=[size - 0.5, -0.5],
     )
-    fig.update_layout(margin_t=8)
+    bar_margins(fig)
     return fig
 
 
@@ -180,7 +178,7 @@ def groups_figure(run: RunData, comm: Table, theme: Theme, most: int = 40) -> go
         zmin=0,
         zmax=limit,
         colorscale=quantity_scale(theme, 1e3),
-        colorbar=colorbar(f"{unit} of messages; grey is zero"),
+        colorbar=colorbar(limit, unit),
         texttemplate="%{z:,.3~g}",
         xgap=1,
         ygap=1,
@@ -188,7 +186,7 @@ def groups_figure(run: RunData, comm: Table, theme: Theme, most: int = 40) -> go
     )
     fig.update_xaxes(type="category", showgrid=False)
     fig.update_yaxes(type="category", showgrid=False, range=[len(shown) - 0.5, -0.5])
-    fig.update_layout(margin_t=8)
+    bar_margins(fig, x_title=False)
     return fig
 
 
@@ -273,6 +271,7 @@ def build(run: RunData, state: ViewState, theme: Theme) -> PageContent:
                 f"{title.strip()} ({said})",
                 matrix_figure(run, matrix, theme),
                 verdict,
+                legend="Colour: bytes sent; grey is zero, hatched is not sent or unknown",
                 hatched=True,
             )
         )
@@ -282,6 +281,7 @@ def build(run: RunData, state: ViewState, theme: Theme) -> PageContent:
             "Parameter groups and operations (measured message sizes)",
             groups_figure(run, comm, theme),
             "Message bytes by group and operation; the tables have the numbers.",
+            legend="Colour: bytes of messages, summed over ranks; grey is zero",
         )
     )
     options = (("all", "all"), *((name, name.replace("_", "-")) for name in present))

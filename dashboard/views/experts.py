@@ -57,7 +57,7 @@ def experts_figure(
     """Draw experts, grouped by layer, x steps; colour is the number of visits that used them."""
     groups, steps, counts = expert_counts(visits)
     cells, rows, columns = sum_bins(counts, max_rows, _MAX_COLUMNS)
-    limit, clipped = robust_max(cells)
+    limit, _ = robust_max(cells)
     names = row_names(run, groups, rows)
     fig = figure(theme, height=max(300, min(700, 130 + 14 * len(cells))))
     fig.add_heatmap(
@@ -67,9 +67,7 @@ def experts_figure(
         zmin=0,
         zmax=limit,
         colorscale=quantity_scale(theme, limit),
-        colorbar=colorbar(
-            f"forward visits that used it{' (clipped at ▸)' if clipped else ''}; grey is none"
-        ),
+        colorbar=colorbar(limit),
         hovertemplate="%{y}<br>step %{x}: <b>%{z:,}</b> visits<extra></extra>",
     )
     ticks, labels = group_ticks(run.groups, groups[rows[:-1]])
@@ -156,6 +154,7 @@ def build(run: RunData, window: tuple[int, int], theme: Theme, max_rows: int) ->
             "Experts by layer and step",
             experts_figure(run, visits, theme, max_rows),
             verdict,
+            legend="Colour: forward visits that used the expert; grey is none",
             wide=True,
         ),
         Panel(
@@ -164,6 +163,7 @@ def build(run: RunData, window: tuple[int, int], theme: Theme, max_rows: int) ->
             evenness_figure(visits, use, theme),
             "Touched share and popularity entropy of each layer; the table below has the same "
             "numbers.",
+            wide=True,
         ),
     )
     return PageContent(

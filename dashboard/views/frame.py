@@ -9,7 +9,7 @@ from dashboard import units
 from dashboard.content import Notice, PageContent
 from dashboard.data import Health, RunData
 from dashboard.groups import Groups
-from dashboard.theme import Theme
+from dashboard.theme import Theme, bar_margins
 from profiler.analysis import num_rows
 
 RECORD_CODE = """\
@@ -220,4 +220,4 @@ def show_steps(fig: go.Figure, num_columns: int) -> None:
         nticks=12,
         range=[-0.5, num_columns - 0.5],
     )
-    fig.update_layout(margin_t=8)
+    bar_margins(fig)

@@ -82,7 +82,7 @@ def step_time_figure(metrics: Metrics, theme: Theme) -> go.Figure:
     ]
     for series, name, values, pattern in parts:
         heights = mean_bins(values, borders)
-        if not np.nansum(heights) > 0:
+        if not np.nansum(heights) > 1e-3 * metrics.total("step_s"):
             continue
         hatch = {"shape": pattern, "fgcolor": theme.surface, "size": 6, "solidity": 0.2}
         fig.add_bar(
