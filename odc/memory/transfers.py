@@ -160,13 +160,9 @@ class Transfers:
     def settle(self, page: int) -> int:
         """Wait until a page that is on its way is resident; returns the time waited."""
         ticket = self.loading[page]
-        start = self.engine.now_ns()
-        if not _failed(ticket) and self.engine.poll(ticket):
-            self._arrived(page, ticket)
-            return 0
-        self._wait(ticket)
+        waited = self._wait(ticket)
         self._arrived(page, ticket)
-        return self.engine.now_ns() - start
+        return waited
 
     def _arrived(self, page: int, ticket: Ticket) -> None:
         del self.loading[page]
@@ -305,13 +301,18 @@ class Transfers:
             self._coming_frames -= entry[1]
             self.free += entry[1]
 
-    def _wait(self, ticket: Ticket) -> None:
+    def _wait(self, ticket: Ticket) -> int:
+        """Wait for a command; returns the time it took, 0 if it was done."""
         try:
+            if self.engine.poll(ticket):
+                return 0
+            start = self.engine.now_ns()
             self.engine.wait(ticket)
         except Exception:
             if _failed(ticket):
                 self._recover()
             raise
+        return self.engine.now_ns() - start
 
     def _recover(self) -> None:
         """Commands failed: wait for the rest, then undo the failed ones in the books."""

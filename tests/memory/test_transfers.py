@@ -1,0 +1,281 @@
+"""Write-backs, errors and room: what the pager promises, one case each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from odc.errors import BudgetError, PageIOError
+from odc.memory.engines.base import CommandKind, Ticket
+from odc.memory.engines.virtual import VirtualEngine
+from odc.memory.events import Kind, Op, Phase, Tier
+from odc.memory.frames import FRAME_BYTES
+from odc.memory.pager import Pager, Tuning
+from odc.memory.pages import GroupSpec, PageState, PageTable
+from odc.memory.plan import Plan, Prefetcher
+from odc.memory.stations import OrderLibrary, Stations, Visit
+from odc.memory.transfers import Transfers
+
+PARAMETER = Kind.PARAMETER
+PAGE = 2 * FRAME_BYTES
+PAGE_NS = 10_000_000
+
+
+class FixedPlan:
+    """Wishes for the same pages, always; keeps nothing."""
+
+    def __init__(self, num_pages: int, wish: Sequence[int]) -> None:
+        self.made = (np.ones(num_pages), np.array(wish, np.int64))
+
+    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
+        keep, wish = self.made
+        worth = keep.copy()
+        worth[wish] = 10.0
+        return Plan(worth, worth.copy(), wish, np.full(len(wish), 9))
+
+    def observe(self, visit: Visit, tokens: int) -> None:
+        pass
+
+    def advance(self, visit: Visit) -> bool:
+        return True
+
+    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
+        pass
+
+
+class Setup:
+    """Groups of one frozen page each, room for a few, and a virtual clock of 10 ms a page."""
+
+    def __init__(self, num_groups: int, num_pages: int, wish: Sequence[int] = ()) -> None:
+        self.table = PageTable(PAGE)
+        for group in range(num_groups):
+            spec = GroupSpec(f"g{group}", PAGE, 0, False)
+            self.table.add_group(spec, {})
+        self.table.seal()
+        self.failing: dict[tuple[CommandKind, int], BaseException] = {}
+        self.started: list[tuple[CommandKind, int]] = []
+        self.engine = VirtualEngine(PAGE * 100.0, fault=self._fault)
+        self.transfers = Transfers(self.table, self.engine, 2 * num_pages, Tier.HOST)
+        library = OrderLibrary(Stations(self.table, []))
+        prefetcher: Prefetcher | None = FixedPlan(num_groups, wish) if wish else None
+        self.pager = Pager(self.table, library, self.transfers, prefetcher=prefetcher)
+        self.pager.begin_pass(0)
+
+    def _fault(self, ticket: Ticket) -> BaseException | None:
+        key = (ticket.kind, ticket.page.page)
+        self.started.append(key)
+        return self.failing.get(key)
+
+    def use(self, group: int, op: Op = Op.READ) -> None:
+        self.pager.access(group, [(PARAMETER, op)], Phase.FORWARD)
+        self.pager.release(group, PARAMETER)
+        self.transfers.check()
+
+    def stores(self, page: int) -> int:
+        return self.started.count((CommandKind.STORE, page))
+
+    def settle(self) -> None:
+        self.engine.advance(100 * PAGE_NS)
+        self.transfers.poll()
+        self.transfers.check()
+
+
+# -- write-backs -------------------------------------------------------------------------------
+
+
+def test_a_clean_page_is_never_written() -> None:
+    s = Setup(3, 1)
+    for group in (0, 1, 2, 0, 1):
+        s.use(group)
+    assert s.pager.take().bytes_out == 0
+
+
+def test_a_dirty_page_is_written_once_when_it_goes() -> None:
+    s = Setup(3, 1)
+    s.use(0, Op.WRITE)
+    for group in (1, 2, 0, 1):
+        s.use(group)
+    assert s.stores(0) == 1
+    assert s.pager.take().bytes_out == PAGE
+
+
+def test_a_queued_write_back_is_taken_back_when_its_page_changes_again() -> None:
+    s = Setup(4, 4)
+    for group in (0, 1):
+        s.use(group, Op.WRITE)
+    s.transfers.store(0, early=True)  # starts
+    s.engine.advance(1)
+    s.transfers.poll()
+    s.transfers.store(1, early=True)  # queued behind it
+    s.use(1, Op.WRITE)
+    s.settle()
+    assert (s.stores(0), s.stores(1)) == (1, 0)
+    assert not s.table.dirty[0] and s.table.dirty[1]
+    assert s.pager.take().bytes_out == PAGE
+
+
+def test_a_write_back_that_runs_while_its_page_changes_does_not_clean_it() -> None:
+    s = Setup(3, 1)
+    s.use(0, Op.WRITE)
+    s.transfers.store(0, early=True)
+    s.engine.advance(1)
+    s.transfers.poll()
+    s.use(0, Op.WRITE)
+    s.settle()
+    assert s.table.dirty[0]
+    s.use(1)
+    assert s.stores(0) == 2
+
+
+def test_a_page_that_died_is_not_written() -> None:
+    s = Setup(3, 3)
+    s.pager.access(0, [(PARAMETER, Op.CREATE)], Phase.BACKWARD)
+    s.use(1, Op.WRITE)
+    s.transfers.store(1, early=True)
+    s.engine.advance(1)
+    s.pager.release(0, PARAMETER)
+    s.transfers.store(0, early=True)
+    s.pager.forget(0, PARAMETER)
+    s.settle()
+    assert s.stores(0) == 0
+    assert s.table.state[0] == PageState.HOME and s.transfers.free == 4
+
+
+def test_future_victims_are_cleaned_before_they_must_go() -> None:
+    """Two dirty pages, a wish for a third that does not fit: one is written ahead of time."""
+    s = Setup(4, 2, wish=[3])
+    s.pager.tuning = Tuning(flight_bytes=0)  # nothing is loaded ahead: cleaning only
+    s.use(0, Op.WRITE)
+    s.use(1, Op.WRITE)
+    s.use(1)
+    s.settle()
+    assert s.stores(0) == 1 and not s.table.dirty[0]
+    before = s.engine.now_ns()
+    s.use(2)
+    assert s.engine.now_ns() - before == PAGE_NS, "the eviction had to wait for a write"
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def test_a_page_whose_store_failed_is_still_resident_and_dirty() -> None:
+    s = Setup(3, 1)
+    s.use(0, Op.WRITE)
+    s.failing[CommandKind.STORE, 0] = PageIOError("disk full", page=0, path="/home/pages")
+    with pytest.raises(PageIOError, match="page 0 in /home/pages: disk full"):
+        s.use(1)
+    s.transfers.check()
+    assert s.table.state[0] == PageState.RESIDENT and s.table.dirty[0]
+    assert s.table.state[1] == PageState.HOME and s.table.pins[1] == 0
+    assert s.transfers.in_flight_bytes == s.transfers.out_flight_bytes == 0
+    s.failing.clear()
+    s.use(1)  # now it works
+    assert s.stores(0) == 2
+    assert s.pager.take().bytes_out == PAGE
+
+
+def test_an_early_write_back_that_fails_is_told_once_and_tried_again() -> None:
+    s = Setup(2, 1)
+    s.use(0, Op.WRITE)
+    s.transfers.store(0, early=True)
+    s.failing[CommandKind.STORE, 0] = PageIOError("no", page=0)
+    with pytest.raises(PageIOError):
+        s.settle()
+    s.settle()
+    assert s.table.state[0] == PageState.RESIDENT and s.table.dirty[0]
+    s.failing.clear()
+    s.use(1)
+    assert s.stores(0) == 2
+
+
+def test_a_page_that_could_not_be_read_is_at_home_and_its_frames_are_free() -> None:
+    s = Setup(2, 1)
+    s.failing[CommandKind.LOAD, 0] = PageIOError("bad block", page=0)
+    with pytest.raises(PageIOError, match="page 0: bad block"):
+        s.use(0)
+    s.transfers.check()
+    assert s.transfers.free == 2 and s.table.state[0] == PageState.HOME
+    s.failing.clear()
+    s.use(0)
+
+
+def test_a_page_asked_for_again_while_its_store_fails_keeps_its_content() -> None:
+    """It is on its way out, wanted back, and never left: nothing may be loaded over it."""
+    s = Setup(3, 2)
+    s.use(0, Op.WRITE)
+    s.transfers.evict(0)
+    s.failing[CommandKind.STORE, 0] = PageIOError("no", page=0)
+    with pytest.raises(PageIOError):
+        s.use(0)
+    s.transfers.check()
+    assert s.table.state[0] == PageState.RESIDENT and s.table.dirty[0]
+    s.use(0)
+    assert (CommandKind.LOAD, 0) not in s.started[2:]
+
+
+def test_a_dead_page_whose_store_fails_is_given_up_all_the_same() -> None:
+    s = Setup(2, 1)
+    s.use(0, Op.WRITE)
+    s.transfers.store(0, early=True)
+    s.failing[CommandKind.STORE, 0] = PageIOError("no", page=0)
+    s.engine.advance(1)
+    s.pager.forget(0, PARAMETER)
+    with pytest.raises(PageIOError):
+        s.settle()
+    assert not s.table.dirty[0]
+    s.use(1)
+    assert s.stores(0) == 1
+
+
+# -- room --------------------------------------------------------------------------------------
+
+
+def test_pinned_pages_that_leave_no_room_are_a_budget_error() -> None:
+    s = Setup(4, 2)
+    s.pager.access(0, [(PARAMETER, Op.READ)], Phase.FORWARD)
+    s.pager.access(1, [(PARAMETER, Op.READ)], Phase.FORWARD)
+    with pytest.raises(BudgetError, match=r"in use by g0, g1, g2; 4 frames .* use at least 6"):
+        s.pager.access(2, [(PARAMETER, Op.READ)], Phase.FORWARD)
+    assert s.table.pins[2] == 0
+    s.pager.release(0, PARAMETER)
+    s.use(2)
+
+
+def test_a_prefetch_that_is_needed_is_not_taken_back_for_room() -> None:
+    """Both pages of an access, one of them on its way already, and no frame to spare."""
+    table = PageTable(FRAME_BYTES)
+    table.add_group(GroupSpec("pair", 2 * FRAME_BYTES, 0, False), {})
+    table.add_group(GroupSpec("other", FRAME_BYTES, 0, False), {})
+    table.seal()
+    engine = VirtualEngine(PAGE * 100.0)
+    transfers = Transfers(table, engine, 2, Tier.HOST)
+    pager = Pager(table, OrderLibrary(Stations(table, [])), transfers)
+    pager.begin_pass(0)
+    transfers.load(2, -1)
+    engine.poll(transfers.loading[2])  # starts
+    transfers.load(0, -1)  # queued: could be taken back
+    pager.access(0, [(PARAMETER, Op.READ)], Phase.FORWARD)
+    assert [table.state[p] for p in (0, 1)] == [PageState.RESIDENT] * 2
+
+
+def test_a_wrong_prefetch_gives_way_to_a_need() -> None:
+    s = Setup(6, 3)
+    for page in (3, 4, 5):
+        s.transfers.load(page, -1)
+    s.engine.poll(s.transfers.loading[3])  # starts; the others are queued
+    s.use(0)
+    assert (CommandKind.LOAD, 5) not in s.started
+    assert s.pager.take().bytes_in == 3 * PAGE
+
+
+def test_frames_that_are_back_are_used_before_frames_that_are_not() -> None:
+    s = Setup(4, 2)
+    s.use(0, Op.WRITE)
+    s.use(1)
+    s.transfers.evict(0)  # behind a write of 10 ms
+    s.transfers.evict(1)  # at once
+    before = s.engine.now_ns()
+    s.use(2)
+    assert s.engine.now_ns() - before == PAGE_NS
