@@ -44,7 +44,7 @@ class Counters:
 class Tuning:
     """Knobs of the scheduler, each with the measurement behind its default in docs/log.md."""
 
-    flight_bytes: int = 16 * 1024 * 1024  # loads in flight ahead of use, or two pages if more
+    flight_bytes: int = 12 * 1024 * 1024  # loads in flight ahead of use, or two pages if more
     early_stores: int = 2  # early write-backs in flight
     lookahead_bytes: int = 48 * 1024 * 1024  # future victims worth cleaning
     early_write_back: bool = True

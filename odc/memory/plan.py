@@ -17,7 +17,7 @@ known, the order was lost) and stay valid in between: on the recorded order a us
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from odc.memory.stations import OrderLibrary, Stations, Upcoming, Visit
 # A use is never nearer than this: keeps 1 / eta finite and the nearest uses comparable.
 _SOONEST_NS = 1000.0
 _PARAMETER = 1 << Kind.PARAMETER
+_ALL_KINDS = sum(1 << kind for kind in (Kind.PARAMETER, Kind.MOMENT))
 
 
 @dataclass(slots=True)
@@ -131,7 +132,7 @@ class OrderPrefetcher:
         self,
         library: OrderLibrary,
         weight: np.ndarray,
-        threshold: float = 0.5,
+        threshold: float = 0.35,
         limits: Limits | None = None,
     ) -> None:
         self.library = library
@@ -235,7 +236,7 @@ class TapePrefetcher(OrderPrefetcher):
         library: OrderLibrary,
         weight: np.ndarray,
         scorer: SetScorer,
-        threshold: float = 0.5,
+        threshold: float = 0.35,
         limits: Limits | None = None,
     ) -> None:
         super().__init__(library, weight, threshold, limits)
@@ -330,76 +331,77 @@ class NextKPrefetcher:
         return Plan(keep, keep, wish, np.ones(len(wish), np.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class FutureVisit:
-    """A visit of a recorded future: its key and the pages whose content it needs, in order."""
-
-    key: int
-    pages: np.ndarray
-    dur_ns: float
-
-
-class OraclePrefetcher:
-    """Knows the future, from a trace of the same steps. For measuring only.
+class FutureScorer:
+    """Scores of recorded future visits: 1 for members that will be used, 0 for the others.
 
     Args:
-        future: the visits to come, in order.
-        weight: (num_pages,) cost of a load per byte, relative.
-        horizon: visits ahead that may be loaded.
+        future: for each set, its forward visits to come: (num_visits, num_members) bool.
+    """
+
+    def __init__(self, future: Sequence[np.ndarray]) -> None:
+        self._future = list(future)
+        self._seen = [0] * len(self._future)
+        width = max((f.shape[1] for f in self._future), default=1)
+        self._scores = np.zeros((len(self._future), width), np.float32)
+        for set_index in range(len(self._future)):
+            self._show(set_index)
+
+    def observe(self, set_index: int, used: np.ndarray, tokens: int) -> None:
+        """The next recorded visit of this set has come."""
+        self._seen[set_index] += 1
+        self._show(set_index)
+
+    def scores(self) -> np.ndarray:
+        """(num_sets, max_members) float32."""
+        return self._scores
+
+    def passes_until_use(self, set_index: int) -> np.ndarray:
+        """(num_members,) passes until a member's next use, 1 for the next visit; inf for never."""
+        future = self._future[set_index][self._seen[set_index] :]
+        first = np.full(future.shape[1], np.inf)
+        if len(future):
+            used = future.any(axis=0)
+            first[used] = future.argmax(axis=0)[used] + 1.0
+        return first
+
+    def _show(self, set_index: int) -> None:
+        future, seen = self._future[set_index], self._seen[set_index]
+        row = self._scores[set_index]
+        row[:] = 0.0
+        if seen < len(future):
+            row[: future.shape[1]] = future[seen]
+
+
+class OraclePrefetcher(TapePrefetcher):
+    """Knows the members of every set's visits to come. For measuring only.
+
+    Args:
+        library, weight, limits: as for the tape.
+        scorer: the recorded future.
     """
 
     def __init__(
-        self, future: Iterable[FutureVisit], weight: np.ndarray, horizon: int = 64
+        self,
+        library: OrderLibrary,
+        weight: np.ndarray,
+        scorer: FutureScorer,
+        limits: Limits | None = None,
     ) -> None:
-        self.future = list(future)
-        self.weight = weight
-        self.horizon = horizon
-        self.position = -1
-        starts = np.cumsum([0.0] + [v.dur_ns for v in self.future])
-        self._start_ns = np.append(starts, starts[-1] + 1e15)
-        uses: list[list[int]] = [[] for _ in weight]
-        for index, visit in enumerate(self.future):
-            for page in visit.pages:
-                uses[page].append(index)
-        never = len(self.future) + 1
-        self._uses = [np.array([*u, never, never], np.int64) for u in uses]
-        self._next = np.zeros(len(weight), np.int64)  # index into a page's uses
-
-    def observe(self, visit: Visit, tokens: int) -> None:
-        """Nothing to learn."""
-
-    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
-        """Knows already."""
-
-    def advance(self, visit: Visit) -> bool:
-        for index in range(self.position + 1, len(self.future)):
-            if self.future[index].key == visit.key:
-                self.position = index
-                break
-        return True
+        super().__init__(library, weight, scorer, limits=limits)
+        self.future = scorer
 
     def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
-        keep = np.zeros(len(self.weight))
-        keep_next = np.zeros(len(self.weight))
-        now = self._start_ns[max(self.position, 0)]
-        for page, uses in enumerate(self._uses):
-            at = self._next[page]
-            while uses[at] < self.position:
-                at += 1
-            self._next[page] = at
-            later = at + 1 if uses[at] == self.position else at
-            keep[page] = 1.0 / max(self._start_ns[uses[at]] - now, _SOONEST_NS)
-            keep_next[page] = 1.0 / max(self._start_ns[uses[later]] - now, _SOONEST_NS)
-        wish: list[np.ndarray] = []
-        ahead: list[np.ndarray] = []
-        for index in range(self.position, min(self.position + self.horizon, len(self.future))):
-            if index >= 0:
-                wish.append(self.future[index].pages)
-                ahead.append(np.full(len(self.future[index].pages), index - self.position))
-        empty = np.zeros(0, np.int64)
-        return Plan(
-            keep * self.weight,
-            keep_next * self.weight,
-            np.concatenate(wish) if wish else empty,
-            np.concatenate(ahead) if ahead else empty,
-        )
+        """The tape's plan; pages without a use in it are worth their next use in later passes."""
+        plan = super().plan(current, remaining)
+        if plan is None:
+            return None
+        pass_ns = sum(v.dur_ns for v in self.library.orders[self.library.ctx]) + _SOONEST_NS
+        for set_index, groups in enumerate(self.stations.sets):
+            station = self.stations.of_group[groups[0]]
+            pages, members = self.stations.pages(station, _ALL_KINDS)
+            later = self.weight[pages] / (
+                self.future.passes_until_use(set_index)[members] * pass_ns
+            )
+            for keep in (plan.keep, plan.keep_next):
+                keep[pages] = np.maximum(keep[pages], later)
+        return plan

@@ -6,47 +6,36 @@ the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from odc.memory.events import Kind, Op
-from odc.memory.plan import FutureVisit, Limits, OraclePrefetcher, Prefetcher
+from odc.memory.plan import FutureScorer, Limits, OraclePrefetcher, Prefetcher
 from odc.memory.replay.simulate import PrefetchFactory
-from odc.memory.replay.workload import Bundle, Workload
+from odc.memory.replay.workload import FORWARD_PHASES, Workload
 from odc.memory.stations import OrderLibrary
 
 
-def _pages(library: OrderLibrary, bundle: Bundle) -> list[int]:
-    """Pages whose content a bundle needs, in order."""
-    table = library.stations.table
-    found: dict[int, None] = {}
-    created: set[Kind] = set()
-    for kind, op, _ in bundle.rows:
-        if op == Op.CREATE:
-            created.add(kind)
-        if op in (Op.READ, Op.WRITE) and kind not in created:
-            found.update(dict.fromkeys(table.of(bundle.group, kind)))
-    return list(found)
-
-
-def future_of(workload: Workload, library: OrderLibrary) -> list[FutureVisit]:
-    """The visits of a workload as the oracle reads them."""
-    stations = library.stations
-    future = []
+def future_sets(workload: Workload) -> list[np.ndarray]:
+    """For each set, the members that its forward visits need: (num_visits, num_members) bool."""
+    place = {g: (s, m) for s, groups in enumerate(workload.sets) for m, g in enumerate(groups)}
+    visits: list[list[np.ndarray]] = [[] for _ in workload.sets]
     for visit in workload.visits:
-        station = stations.of_group[visit.bundles[0].group]
-        pages: Sequence[int] = [p for b in visit.bundles for p in _pages(library, b)]
-        duration = sum(b.after_ns + sum(ns for _, _, ns in b.rows) for b in visit.bundles)
-        key = station * 8 + visit.phase
-        future.append(FutureVisit(key, np.array(pages, np.int64), float(duration)))
-    return future
+        found = place.get(visit.bundles[0].group)
+        if found is None or visit.phase not in FORWARD_PHASES:
+            continue
+        used = np.zeros(len(workload.sets[found[0]]), bool)
+        for bundle in visit.bundles:
+            used[place[bundle.group][1]] = True
+        visits[found[0]].append(used)
+    return [
+        np.array(rows, bool).reshape(len(rows), len(groups))
+        for rows, groups in zip(visits, workload.sets, strict=True)
+    ]
 
 
 def oracle_factory(workload: Workload) -> PrefetchFactory:
-    """A prefetcher that knows ``workload``."""
+    """A prefetcher that knows which members ``workload`` needs."""
 
     def make(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
-        return OraclePrefetcher(future_of(workload, library), weight)
+        return OraclePrefetcher(library, weight, FutureScorer(future_sets(workload)), limits)
 
     return make

@@ -15,7 +15,7 @@ from odc.memory.events import Kind, Op, Phase
 from odc.memory.pages import PageTable
 
 Columns = dict[str, np.ndarray]
-_FORWARD = (Phase.FORWARD, Phase.EVALUATION, Phase.GENERATION)
+FORWARD_PHASES = (Phase.FORWARD, Phase.EVALUATION, Phase.GENERATION)
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ def _mark_passes(visits: list[RecordedVisit]) -> None:
     for visit in visits:
         now = (visit.step, visit.micro, visit.ctx)
         group = visit.bundles[0].group
-        restarts = visit.phase in _FORWARD and group == first
+        restarts = visit.phase in FORWARD_PHASES and group == first
         if now != key or restarts:
             key, first = now, group
             visit.begins_pass = True
