@@ -158,23 +158,28 @@ class OrderPrefetcher:
         if self.library.ctx not in self.library.orders:
             return None
         builder = _Builder(len(self.weight), self.threshold)
-        if current is not None and remaining:
-            self._use_remaining(builder, current, remaining)
+        if current is not None:
+            self._use_current(builder, current, remaining)
         for ahead, upcoming in enumerate(self.library.upcoming(), start=1):
             self._use(builder, upcoming, ahead)
         plan = builder.finish(self.weight)
         self._limit(plan)
         return plan
 
-    def _use_remaining(self, builder: _Builder, current: Visit, remaining: list[int]) -> None:
+    def _use_current(self, builder: _Builder, current: Visit, remaining: list[int]) -> None:
+        """What this visit still needs: a group's other kinds; of a set, what runs and what will."""
         recorded = self._recorded(current)
         kinds = recorded.kinds if recorded is not None else _PARAMETER
         pages, members = self.stations.pages(current.station, kinds)
+        if current.used is None:
+            builder.use(pages, 0.0, None, 0)
+            return
         count = max(
             recorded.used.sum() if recorded is not None and recorded.used is not None else 0, 1
         )
         each = (recorded.dur_ns if recorded is not None else 0.0) / count
-        for position, member in enumerate(remaining):
+        running = [m for m in current.order[-1:] if m not in remaining]
+        for position, member in enumerate([*running, *remaining]):
             builder.use(pages[members == member], position * each, None, 0)
 
     def _recorded(self, visit: Visit) -> Visit | None:
