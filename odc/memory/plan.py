@@ -213,7 +213,7 @@ class OrderPrefetcher:
             allowed &= plan.wish_visit <= self.limits.page_prefetch
         if self.limits.prefetch_window is not None:
             order = self.library.orders[self.library.ctx]
-            left = len(order) - self.library.position
+            left = len(order) - 1 - self.library.position
             allowed &= plan.wish_visit <= left + len(order) * (self.limits.prefetch_window - 1)
         plan.wish, plan.wish_visit = plan.wish[allowed], plan.wish_visit[allowed]
 
