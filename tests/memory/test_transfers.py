@@ -146,7 +146,7 @@ def test_a_page_that_died_is_not_written() -> None:
 def test_future_victims_are_cleaned_before_they_must_go() -> None:
     """Two dirty pages, a wish for a third that does not fit: one is written ahead of time."""
     s = Setup(4, 2, wish=[3])
-    s.pager.tuning = Tuning(flight_bytes=0)  # nothing is loaded ahead: cleaning only
+    s.pager.tuning = Tuning(max_items=0)  # nothing is loaded ahead: cleaning only
     s.use(0, Op.WRITE)
     s.use(1, Op.WRITE)
     s.use(1)

@@ -1,0 +1,102 @@
+"""Workloads made by hand: plain reference strings, a dense model, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from odc.memory.events import Kind, Op, Phase
+from odc.memory.frames import FRAME_BYTES
+from odc.memory.replay import Workload
+from odc.memory.replay.workload import Bundle, RecordedVisit
+
+COMPUTE_NS = 20_000_000
+P, G, M = Kind.PARAMETER, Kind.GRADIENT, Kind.MOMENT
+
+
+def page_columns(rows: list[tuple[int, Kind, int, int, int]]) -> dict[str, np.ndarray]:
+    """``pages.arrow`` from (group, kind, slot, set, expert); every page is one frame."""
+    groups, kinds, slots, sets, experts = (np.array(c, np.int64) for c in zip(*rows, strict=True))
+    count = len(rows)
+    return {
+        "page": np.arange(count),
+        "group": groups,
+        "kind": kinds,
+        "slot": slots,
+        "part": np.zeros(count, np.int64),
+        "bytes": np.full(count, FRAME_BYTES),
+        "module_path": np.array([f"g{g}" for g in groups]),
+        "layer": groups,
+        "expert": experts,
+        "set": sets,
+    }
+
+
+def references(groups: Sequence[int], num_groups: int) -> Workload:
+    """One step that reads single-page groups in the given order."""
+    pages = page_columns([(g, P, 0, -1, -1) for g in range(num_groups)])
+    visits = [
+        RecordedVisit(0, 0, Phase.FORWARD, 0, 1, [Bundle(g, [(P, Op.READ, 0)], COMPUTE_NS)])
+        for g in groups
+    ]
+    visits[0].begins_pass = True
+    return Workload(pages, visits, [])
+
+
+def _update(group: int) -> list[tuple[Kind, Op, int]]:
+    return [
+        (P, Op.READ, 0),
+        (G, Op.CREATE, COMPUTE_NS),
+        (P, Op.WRITE, 0),
+        (M, Op.WRITE, 0),
+        (G, Op.DROP, COMPUTE_NS // 4),
+    ]
+
+
+def dense(num_layers: int, steps: int) -> Workload:
+    """Forward through all layers, backward with the update of each layer in it."""
+    rows = [
+        row
+        for g in range(num_layers)
+        for row in ((g, P, 0, -1, -1), (g, G, 0, -1, -1), (g, M, 0, -1, -1), (g, M, 1, -1, -1))
+    ]
+    visits = []
+    for step in range(steps):
+        first = len(visits)
+        for g in range(num_layers):
+            bundle = Bundle(g, [(P, Op.READ, 0)], COMPUTE_NS)
+            visits.append(RecordedVisit(step, 0, Phase.FORWARD, 0, 1, [bundle]))
+        visits += [
+            RecordedVisit(step, 0, Phase.BACKWARD, 0, 1, [Bundle(g, _update(g))])
+            for g in reversed(range(num_layers))
+        ]
+        visits[first].begins_pass = True
+    return Workload(page_columns(rows), visits, [])
+
+
+def experts(num_sets: int, members: int, top: int, steps: int, seed: int = 0) -> Workload:
+    """Sets of which ``top`` members are used, some far oftener than others; with a backward."""
+    rng = np.random.default_rng(seed)
+    groups = [tuple(range(s * members, (s + 1) * members)) for s in range(num_sets)]
+    rows = [
+        row
+        for s in range(num_sets)
+        for e, g in enumerate(groups[s])
+        for row in ((g, P, 0, s, e), (g, G, 0, s, e), (g, M, 0, s, e), (g, M, 1, s, e))
+    ]
+    weight = 1.0 / np.arange(1, members + 1)
+    visits = []
+    for step in range(steps):
+        first = len(visits)
+        used = [
+            sorted(rng.choice(members, top, False, weight / weight.sum())) for _ in range(num_sets)
+        ]
+        for s in range(num_sets):
+            bundles = [Bundle(groups[s][e], [(P, Op.READ, 0)], COMPUTE_NS) for e in used[s]]
+            visits.append(RecordedVisit(step, 0, Phase.FORWARD, 0, 64, bundles))
+        for s in reversed(range(num_sets)):
+            bundles = [Bundle(groups[s][e], _update(groups[s][e])) for e in reversed(used[s])]
+            visits.append(RecordedVisit(step, 0, Phase.BACKWARD, 0, 64, bundles))
+        visits[first].begins_pass = True
+    return Workload(page_columns(rows), visits, groups)
