@@ -13,6 +13,7 @@ _EXPORTS = {
     "paged": "odc.fsdp.paged",
     "PagedModule": "odc.fsdp.paged",
     "OdcError": "odc.errors",
+    "AbsentParameterError": "odc.errors",
     "BudgetError": "odc.errors",
     "ConfigError": "odc.errors",
     "PagedGradientError": "odc.errors",
@@ -22,7 +23,14 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from odc.errors import BudgetError, ConfigError, OdcError, PagedGradientError, PageIOError
+    from odc.errors import (
+        AbsentParameterError,
+        BudgetError,
+        ConfigError,
+        OdcError,
+        PagedGradientError,
+        PageIOError,
+    )
     from odc.fsdp.paged import PagedModule, paged
 
 

@@ -51,6 +51,10 @@ class PagedGradientError(OdcError, RuntimeError):
     """`p.grad` of a paged parameter was used where it does not hold the right values."""
 
 
+class AbsentParameterError(OdcError, RuntimeError):
+    """The values of a paged parameter were read while it was not pinned on the device."""
+
+
 class CheckpointError(OdcError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another model."""
 

@@ -10,14 +10,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from odc.fsdp.parameter import PagedParameter, set_plain_grad, take_autograd_grad
+from odc.fsdp.parameter import (
+    AbsentParameter,
+    PagedParameter,
+    set_plain_grad,
+    take_autograd_grad,
+)
 from odc.fsdp.wrap import Place, Unit
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.manager import Buffers, MemoryManager
 from odc.memory.pages import GroupSpec
+
+if TYPE_CHECKING:
+    from odc.fsdp.runtime import Runtime
 
 ALIGNMENT = 64
 
@@ -97,11 +106,15 @@ class ParamGroup:
         self.has_gradient = [False] * len(self.slots)
         self.gradient_live = False  # the gradient page has content
         self.gradient_pinned = False
-        self.consumed = False  # updated, and zero_grad not called since
+        self.used: set[int] = set()  # gradients that an update used, and zero_grad not since
         self.received: set[int] = set()  # in this backward
+        self.unsettled = False  # gradients came since the group was last updated or parked
         self.updates = 0
         self.plain_grad = False
+        self.frozen = not trainable  # for good: it has no pages for a gradient
         self.norms: dict[int, torch.Tensor] = {}
+        self.runtime: Runtime | None = None
+        self._pins = 0
         self._chunks: list[list[Chunk]] | None = None
 
     # -- views -----------------------------------------------------------------------------------
@@ -121,7 +134,7 @@ class ParamGroup:
             )
             made._group, made._index = self, index
             self.parameters.append(made)
-            place.module._parameters[place.name] = made
+            setattr(place.module, place.name, made)  # some modules keep lists of their own
 
     def chunks(self, part: int) -> list[Chunk]:
         """The pieces of parameters in one part of the ranges, for the optimizer's walk."""
@@ -161,18 +174,14 @@ class ParamGroup:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def holds_gradient(self, index: int) -> bool:
-        """Whether a gradient of this parameter waits in its page."""
-        return self.has_gradient[index]
-
     def add_gradient(self, index: int, phase: Phase) -> None:
         """Take a parameter's new gradient from autograd into its page."""
         if self.plain_grad:
             self._show_gradient(index, phase)
             return
-        if self.consumed:
+        if index in self.used:
             raise RuntimeError(
-                f"a backward after opt.step() without opt.zero_grad() (parameter "
+                f"a backward after an update without opt.zero_grad() (parameter "
                 f"{self.slots[index].fqn}): a paged gradient is gone once it was used; call "
                 "opt.zero_grad() after every opt.step()"
             )
@@ -185,6 +194,7 @@ class ParamGroup:
             view.copy_(gradient)
         self.has_gradient[index] = True
         self.received.add(index)
+        self.unsettled = True
 
     def _show_gradient(self, index: int, phase: Phase) -> None:
         """Everything is resident: ``.grad`` is a view of the page, as plain PyTorch has it."""
@@ -212,9 +222,17 @@ class ParamGroup:
             self.gradient_pinned = False
 
     def take_norms(self) -> None:
-        """Remember the norm of each gradient while the page is here."""
+        """Remember the norm of each new gradient while the page is here."""
         for index in self.received:
             self.norms[index] = torch.linalg.vector_norm(self.view(Kind.GRADIENT, index))
+
+    def norm(self, index: int) -> torch.Tensor:
+        """The norm of a gradient; loads the page if a backward ended before it was taken."""
+        if index not in self.norms:
+            self.manager.access(self.group, [(Kind.GRADIENT, Op.READ)], Phase.OPTIMIZER)
+            self.norms[index] = torch.linalg.vector_norm(self.view(Kind.GRADIENT, index))
+            self.manager.release(self.group, Kind.GRADIENT)
+        return self.norms[index]
 
     def end_gradient(self) -> None:
         """The gradient is dead: its frames are given back and it is never stored."""
@@ -226,12 +244,28 @@ class ParamGroup:
         self.has_gradient = [False] * len(self.slots)
         self.norms.clear()
 
+    def use_gradients(self) -> None:
+        """An update used the gradients."""
+        self.used.update(i for i, present in enumerate(self.has_gradient) if present)
+        self.end_gradient()
+
     def forget_gradient(self, index: int) -> None:
         """``p.grad = None`` for one parameter."""
-        self.consumed = False
+        self.used.discard(index)
+        if not self.has_gradient[index]:
+            return
         self.has_gradient[index] = False
         self.norms.pop(index, None)
-        if self.gradient_live and not any(self.has_gradient):
+        if not any(self.has_gradient):
+            self.end_gradient()
+
+    def forget_gradients(self) -> None:
+        """``p.grad = None`` for all."""
+        self.used.clear()
+        if self.plain_grad:
+            for parameter in self.parameters:
+                parameter.grad = None
+        elif self.gradient_live:
             self.end_gradient()
 
     @property
@@ -243,9 +277,19 @@ class ParamGroup:
 
     def pin_parameters(self, phase: Phase, op: Op = Op.READ) -> None:
         self.manager.access(self.group, [(Kind.PARAMETER, op)], phase)
+        self._pins += 1
+        if self._pins == 1:
+            self._be(PagedParameter)
 
     def unpin_parameters(self) -> None:
+        self._pins -= 1
+        if self._pins == 0 and not (self.spec.pinned or self.manager.unlimited):
+            self._be(AbsentParameter)
         self.manager.release(self.group, Kind.PARAMETER)
+
+    def _be(self, kind: type[PagedParameter]) -> None:
+        for parameter in self.parameters:
+            parameter.__class__ = kind
 
 
 def num_elements(groups: list[ParamGroup]) -> int:

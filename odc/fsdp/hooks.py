@@ -1,17 +1,20 @@
 """Hooks: forward and backward of units drive pages, gradients and updates.
 
 Before a unit's forward its parameters are pinned, after it they are released; the same around its
-backward, which begins when a gradient reaches one of its outputs. It is done when every parameter
-got its gradient (autograd accumulates into a parameter after its last use in a backward), or when
-the gradients of all its inputs are complete; whatever is left is swept up when backward ends.
+backward, which begins when a gradient reaches one of its outputs.
 
-[Note: inputs] A unit with frozen or tied parameters needs them until its last input's gradient is
-complete, although all its own gradients may be there before. Autograd runs the node that was
-created last first, so when an input's gradient is complete every node of the unit has run.
+[Note: when a backward is done] Nothing tells that the last node of a module's backward has run; its
+parameters' gradients do not (a node may read a parameter that gets no gradient from it), and a full
+backward hook fires too early. But autograd runs, of the nodes that are ready, the one that was
+created last. So when a gradient is handed to anything that existed before a call of a module began
+(one of its inputs, or an output of an older call), every node of that call has run. Calls carry
+the time of their beginning and end for that; what nothing ended ends with the backward itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,10 +50,10 @@ class UnitHooks:
         self.unit = unit
         self.groups = groups
         self.state = UnitState.IDLE
-        self.inputs_awaited = 0
         self.pinned: list[ParamGroup] = []
-        self.simple = not groups.tied and all(g.trainable for g in groups.own)
-        self._calls: list[tuple[int, ...]] = []
+        self.around: set[UnitHooks] = set()  # units inside whose forward this one was called
+        self._open: Call | None = None  # the call whose forward runs
+        self.has_graph = False  # a forward recorded a graph in this step
         module = unit.module
         self.handles = [
             module.register_forward_pre_hook(self._pre_forward, with_kwargs=True),
@@ -60,89 +63,79 @@ class UnitHooks:
     # -- forward ---------------------------------------------------------------------------------
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        runtime = self.runtime
         if in_backward():
-            self._enter(Event.PRE_RECOMPUTE, Phase.RECOMPUTE)
+            self._pre_recompute()
             return
-        if module is self.runtime.model:
-            self.runtime.begin_pass(args, kwargs)
-        self._enter(Event.PRE_FORWARD, self.runtime.forward_phase)
+        if module is runtime.model:
+            runtime.begin_pass(args, kwargs)
+        self._enter(Event.PRE_FORWARD, runtime.forward_phase)
+        self.around.update(runtime.stack)
+        runtime.stack.append(self)
+        if torch.is_grad_enabled():
+            self.has_graph = True
+            self._open = Call(self, runtime.tick())
+            self._open.watch_inputs((args, kwargs))
 
     def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        runtime = self.runtime
         if in_backward():
             self._enter(Event.POST_RECOMPUTE, Phase.RECOMPUTE)
             return
-        self._enter(Event.POST_FORWARD, self.runtime.forward_phase)
-        if torch.is_grad_enabled():
-            self._watch(args, kwargs, output)
+        self._enter(Event.POST_FORWARD, runtime.forward_phase)
+        runtime.stack.pop()
+        call, self._open = self._open, None
+        if call is not None and self.groups.all:
+            call.end = runtime.tick()
+            call.watch_outputs(output)
 
-    def _watch(self, args: Any, kwargs: Any, output: Any) -> None:
-        """Register for the backward of this call."""
-        outputs = [t for t in tree_leaves(output) if _needs_grad(t)]
-        if not outputs or not self.groups.all:
-            return
-        versions = tuple(g.updates for g in self.groups.all)
-        call = _Call(self, versions)
-        for tensor in outputs:
-            tensor.register_hook(call.pre_backward)
-        for tensor in tree_leaves((args, kwargs)):
-            if _needs_grad(tensor) and not tensor.is_leaf:
-                call.inputs += 1
-                tensor.register_hook(call.input_done)
+    def _pre_recompute(self) -> None:
+        if torch.is_grad_enabled() and not self.has_graph:
+            raise RuntimeError(
+                f"{self.unit.fqn or 'the model'} is recomputed in backward, but its forward "
+                "recorded no graph: reentrant activation checkpointing is not supported on a paged "
+                "model; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            )
+        if self.state in (UnitState.IDLE, UnitState.SUSPENDED):
+            self.runtime.suspend_others(self)
+        self._enter(Event.PRE_RECOMPUTE, Phase.RECOMPUTE)
 
     # -- backward --------------------------------------------------------------------------------
 
-    def pre_backward(self, call: _Call) -> None:
-        self.runtime.begin_backward()
-        for group, version in zip(self.groups.all, call.versions, strict=True):
-            if group.updates != version and not self.runtime.optimizer_sees_versions:
-                raise RuntimeError(
-                    f"a backward through {self.unit.fqn or 'the model'} after its parameters were "
-                    "updated in an earlier backward of the same forward; use update='step', which "
-                    "updates in opt.step()"
-                )
-        self._enter(Event.PRE_BACKWARD, Phase.BACKWARD)
-
-    def input_done(self) -> None:
-        self.inputs_awaited -= 1
-        if self.inputs_awaited == 0:
-            self.done()
-
-    def gradient(self, group: ParamGroup, index: int) -> None:
-        """A parameter's gradient is complete for this backward."""
+    def pre_backward(self, call: Call) -> None:
+        """A gradient reached an output of ``call``."""
         runtime = self.runtime
         runtime.begin_backward()
-        group.add_gradient(index, Phase.BACKWARD)
-        if not group.complete or group.plain_grad:
-            return
-        if group in self.pinned:
-            self.pinned.remove(group)
-            group.unpin_parameters()
-        runtime.group_complete(group)
-        if self.simple and all(g.complete for g in self.groups.own):
-            self.done()
+        for group, version in call.versions:
+            if group.updates != version and runtime.update_in_backward:
+                raise RuntimeError(
+                    f"a backward through {self.unit.fqn or 'the model'} after its parameters were "
+                    "updated in an earlier backward; use update='step', which updates in opt.step()"
+                )
+        runtime.finish_calls(after=call.end)
+        runtime.calls.append(call)
+        self._enter(Event.PRE_BACKWARD, Phase.BACKWARD)
 
-    def done(self) -> None:
+    def done(self, call: Call) -> None:
+        """Every node of ``call`` has run in this backward."""
+        self.runtime.calls.remove(call)
+        self.release()
+        for group in self.groups.own:
+            self.runtime.settle(group)
+
+    def release(self) -> None:
         """Nothing of this unit runs any more in this backward."""
         self._enter(Event.BACKWARD_DONE, Phase.BACKWARD)
-        self.inputs_awaited = 0
 
-    def sweep(self) -> None:
-        """Backward is over: release what no hook released."""
-        if self.state != UnitState.IDLE:
-            self.done()
-        for group in self.groups.own:
-            if group.received and not group.complete:
-                self.runtime.group_partial(group)
-            group.received.clear()
-        self.inputs_awaited = 0
+    def suspend(self) -> None:
+        """Give the parameters up until this unit itself is recomputed."""
+        if self.state == UnitState.BACKWARD:
+            self._enter(Event.SUSPEND, Phase.RECOMPUTE)
 
     def reset(self) -> None:
         """An exception ended a pass half-way."""
+        self._open = None
         self._enter(Event.RESET, Phase.OTHER)
-        self.inputs_awaited = 0
-        for group in self.groups.own:
-            group.unpin_gradient()
-            group.received.clear()
 
     # -- pins ------------------------------------------------------------------------------------
 
@@ -150,51 +143,79 @@ class UnitHooks:
         self.state, command = transition(self.state, event)
         if command == Command.ACQUIRE:
             for group in self.groups.all:
-                group.pin_parameters(phase)
-                self.pinned.append(group)
-                self.runtime.collective.unshard(group)
+                self.pin(group, phase)
         elif command == Command.RELEASE:
             for group in self.pinned:
                 self.runtime.collective.reshard(group)
                 group.unpin_parameters()
             self.pinned.clear()
 
+    def pin(self, group: ParamGroup, phase: Phase) -> None:
+        """Pin a group's parameters until this unit releases."""
+        group.pin_parameters(phase)
+        self.pinned.append(group)
+        self.runtime.collective.unshard(group)
+
     def hook_parameters(self) -> None:
         """Take gradients from autograd as they become complete."""
         for group in self.groups.own:
-            if not group.trainable:
-                continue
             for parameter in group.parameters:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, PagedParameter)
-        self.gradient(parameter._group, parameter._index)
+        self.runtime.take_gradient(parameter._group, parameter._index)
 
 
-class _Call:
-    """One forward call of a unit, until its backward."""
+class Call:
+    """One forward call of a unit, until its backward.
 
-    __slots__ = ("begun", "hooks", "inputs", "versions")
+    Attributes:
+        start, end: the runtime's clock when its forward began and ended.
+        versions: the groups it used, and how often each had been updated.
+    """
 
-    def __init__(self, hooks: UnitHooks, versions: tuple[int, ...]) -> None:
+    __slots__ = ("end", "hooks", "sources", "start", "task", "versions")
+
+    def __init__(self, hooks: UnitHooks, start: int) -> None:
         self.hooks = hooks
-        self.versions = versions
-        self.inputs = 0
-        self.begun = -1
+        self.start = start
+        self.end = start
+        self.task = -1  # of the backward in which it began
+        self.versions: list[tuple[ParamGroup, int]] = []
+        self.sources: dict[int, Any] = {}
+
+    def watch_inputs(self, inputs: Any) -> None:
+        """Before the forward: it may change an input in place, which then is an output."""
+        for tensor in _tensors(inputs):
+            if tensor.requires_grad and not tensor.is_leaf:
+                self.sources[id(tensor)] = tensor.grad_fn
+                tensor.register_hook(self.input_done)
+
+    def watch_outputs(self, output: Any) -> None:
+        """After the forward. An input that is handed through is no output."""
+        self.versions = [(group, group.updates) for group in self.hooks.groups.all]
+        for tensor in _tensors(output):
+            if tensor.requires_grad and self.sources.get(id(tensor)) is not tensor.grad_fn:
+                tensor.register_hook(self.pre_backward)
+        self.sources = {}
 
     def pre_backward(self, grad: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if self.begun != task:  # once a backward, for the first of the outputs
-            self.begun = task
-            self.hooks.inputs_awaited += self.inputs
+        if self.task != task:  # once a backward, for the first of the outputs
+            self.task = task
             self.hooks.pre_backward(self)
 
     def input_done(self, grad: torch.Tensor) -> None:
-        if self.begun == torch._C._current_graph_task_id():
-            self.hooks.input_done()
+        if self in self.hooks.runtime.calls:
+            self.hooks.done(self)
 
 
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in (nested) containers and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])

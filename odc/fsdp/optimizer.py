@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from odc.fsdp.group import Chunk, ParamGroup
-from odc.fsdp.hooks import in_backward
 from odc.fsdp.parameter import PagedParameter
 from odc.fsdp.runtime import Runtime
 from odc.memory.events import Kind, Op, Phase
@@ -68,8 +67,16 @@ class PagedAdamW(torch.optim.Optimizer):
             "eps": 1e-8,
             "weight_decay": 1e-2,
             "maximize": False,
+            # the rest as torch writes it, so that either loads the other's state
+            "amsgrad": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": True,
+            "decoupled_weight_decay": True,
         }
-        defaults |= {k: v for k, v in options.items() if k in defaults}
+        settable = ("lr", "betas", "eps", "weight_decay", "maximize")
+        defaults |= {k: v for k, v in options.items() if k in settable}
         super().__init__(params, defaults)
         self._steps: dict[tuple[int, int], torch.Tensor] = {}
         self._hyper: dict[tuple[int, int], dict[str, Any]] = {}
@@ -77,7 +84,17 @@ class PagedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._adopt(parameter, group)
+        self._refuse_strays()
         runtime.update = self._update
+
+    def _refuse_strays(self) -> None:
+        for group in self._runtime.groups:
+            for index, slot in enumerate(group.slots):
+                if group.trainable and (group.group, index) not in self._hyper:
+                    raise ValueError(
+                        f"{slot.fqn} is trainable and in no group of param_groups; freeze it with "
+                        "requires_grad_(False) before odc.paged, or add it"
+                    )
 
     def _adopt(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         if not isinstance(parameter, PagedParameter):
@@ -108,31 +125,39 @@ class PagedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        runtime = self._runtime
+        runtime.recover()
+        if runtime.stepped and any(group.used for group in runtime.groups):
+            raise RuntimeError(
+                "opt.step() twice without opt.zero_grad(): the gradients were used by the first; "
+                "call opt.zero_grad() and a backward before the next step"
+            )
         coefficient = self._clip_coefficient()
-        for group in self._runtime.groups:
+        for group in runtime.groups:
             self._collect_plain(group)
             if any(group.has_gradient):
                 self._update(group, Phase.OPTIMIZER, coefficient)
-        self._runtime.end_step()
+        runtime.end_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
-        for group in self._runtime.groups:
-            group.consumed = False
-            if group.plain_grad:
-                for parameter in group.parameters:
-                    parameter.grad = None
-            elif group.gradient_live:
-                group.end_gradient()
-        self._runtime.micro = 0
+        """Forget all gradients of the model.
+
+        Raises:
+            ValueError: ``set_to_none=False``: a zero gradient would be a page of zeros.
+            RuntimeError: ``update="backward"`` has used them, and ``step`` was not called.
+        """
+        if not set_to_none:
+            raise ValueError("zero_grad(set_to_none=False) is not supported; use set_to_none=True")
+        self._runtime.forget_gradients()
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of a parameter's gradient, or None if it has none."""
         assert isinstance(parameter, PagedParameter)
         group = parameter._group
         if not group.has_gradient[parameter._index]:
-            return parameter.grad
+            shown = parameter.grad
+            return None if shown is None else shown.clone()
         manager = self._runtime.manager
         manager.access(group.group, [(Kind.GRADIENT, Op.READ)], Phase.OTHER)
         try:
@@ -167,7 +192,7 @@ class PagedAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     norms.append(torch.linalg.vector_norm(parameter.grad))
             elif group.has_gradient[index]:
-                norms.append(group.norms[index])
+                norms.append(group.norm(index))
         if not norms:
             return None
         self.grad_norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -196,15 +221,14 @@ class PagedAdamW(torch.optim.Optimizer):
             manager.release(group.group, Kind.PARAMETER, part)
             manager.release(group.group, Kind.MOMENT, part)
         group.updates += 1
-        if not in_backward():
-            torch.autograd.graph.increment_version(
-                [p for p, g in zip(group.parameters, group.has_gradient, strict=True) if g]
-            )
+        # the fused kernel does not: a graph that saved the old values must say so
+        torch.autograd.graph.increment_version(
+            [p for p, g in zip(group.parameters, group.has_gradient, strict=True) if g]
+        )
         if group.plain_grad:
             group.has_gradient = [False] * len(group.slots)
-            return
-        group.end_gradient()
-        group.consumed = phase == Phase.OPTIMIZER and not self._runtime.update_in_backward
+        else:
+            group.use_gradients()
 
     def _run_kernel(self, group: ParamGroup, chunks: list[Chunk]) -> None:
         by_hyper: dict[int, tuple[dict[str, Any], list[Chunk]]] = {}

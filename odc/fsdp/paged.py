@@ -14,7 +14,7 @@ from torch import nn
 from odc.fsdp.group import ParamGroup, UnitGroups
 from odc.fsdp.hooks import UnitHooks
 from odc.fsdp.optimizer import NUM_MOMENTS, PagedAdamW, check_options
-from odc.fsdp.parameter import PagedParameter
+from odc.fsdp.parameter import PagedParameter, _refuse_copy
 from odc.fsdp.runtime import Runtime
 from odc.fsdp.wrap import ExpertSet, Unit, find_units
 from odc.memory.events import Kind, Op, Phase
@@ -39,32 +39,56 @@ class PagedModule(nn.Module):
         """Pin the parameters whose names begin with ``prefix``, to read or change them.
 
         All that is named must fit the page budget together.
+
+        Raises:
+            ValueError: no parameter has such a name.
         """
-        groups = [
-            g for g in self._odc_runtime.groups if any(s.fqn.startswith(prefix) for s in g.slots)
-        ]
+        groups = list(
+            dict.fromkeys(
+                p._group
+                for name, p in self.named_parameters(remove_duplicate=False)
+                if name.startswith(prefix) and isinstance(p, PagedParameter)
+            )
+        )
+        if not groups:
+            raise ValueError(f"no parameter's name begins with {prefix!r}")
         return self._odc_runtime.resident(groups, write)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
-        for group in self._odc_runtime.groups:
-            for index in range(len(group.slots)):
-                if group.plain_grad:
-                    group.parameters[index].grad = None
-                else:
-                    group.forget_gradient(index)
+        if not set_to_none:
+            raise ValueError("zero_grad(set_to_none=False) is not supported; use set_to_none=True")
+        self._odc_runtime.forget_gradients()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Copies of all parameters and buffers, as large as the model is."""
-        state = super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
+        state = super().state_dict(*args, **{**kwargs, "keep_vars": True})
+        copies: dict[int, torch.Tensor] = {}
         for group in self._odc_runtime.groups:
             values = self._odc_runtime.copy_out(group, Kind.PARAMETER)
-            for parameter, value in zip(group.parameters, values, strict=True):
-                for name in self._names[id(parameter)]:
-                    if prefix + name in state:
-                        state[prefix + name] = value
+            copies.update(zip(map(id, group.parameters), values, strict=True))
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = copies[id(value)] if id(value) in copies else value.detach()
         return state
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """``.to()`` and its like: allowed where they change nothing, as ``.to("cpu")`` on a CPU."""
+        for parameter in self.parameters():
+            probe = torch.empty(0, dtype=parameter.dtype)
+            made = fn(probe)
+            if made.dtype != probe.dtype or made.device != probe.device:
+                raise RuntimeError(
+                    f"a paged model stays where it is: cannot make {parameter._fqn} "  # type: ignore[attr-defined]
+                    f"{made.dtype} on {made.device}; convert the model before odc.paged"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _refuse_copy("a paged model")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_copy("a paged model")
 
     @property
     def _names(self) -> dict[int, list[str]]:
@@ -91,15 +115,24 @@ class PagedModule(nn.Module):
                     for parameter in group.parameters:
                         for name in names[id(parameter)]:
                             if name in state_dict:
-                                parameter.copy_(state_dict[name])
+                                _copy(name, parameter, state_dict[name])
             for name, buffer in self.named_buffers():
                 if name in state_dict:
-                    buffer.copy_(state_dict[name])
+                    _copy(name, buffer, state_dict[name])
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def close(self) -> None:
         """Stop the transfers and give the memory back. The model cannot be used any more."""
         self._odc_runtime.manager.close()
+
+
+def _copy(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+    if target.shape != value.shape:
+        raise RuntimeError(
+            f"state_dict: {name} has shape {tuple(value.shape)}, the model's is "
+            f"{tuple(target.shape)}"
+        )
+    target.copy_(value)
 
 
 def paged(
@@ -171,7 +204,7 @@ def paged(
         accumulate=accumulate,
         clip=max_grad_norm is not None,
     )
-    _install(runtime, units, sets, groups_of)
+    _install(runtime, units, sets, groups_of, optimizer is not None)
     model.__class__ = type(f"Paged{type(model).__name__}", (PagedModule, type(model)), {})
     model._odc_runtime = runtime  # type: ignore[assignment]
     if optimizer is None:
@@ -256,31 +289,47 @@ def _fill(
     groups_of: dict[int, UnitGroups],
     init: Init | None,
 ) -> None:
-    """Group by group: take frames, put the parameters there, give them their values."""
+    """Unit by unit: take frames, put the parameters there, give them their values."""
     memory.begin_pass(-2)
     names = {id(m): fqn for fqn, m in model.named_modules()}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
     for unit in units:
-        for group in groups_of[id(unit)].own:
-            memory.access(group.group, [(Kind.PARAMETER, Op.CREATE)], Phase.OTHER)
-            _fill_group(unit, group, names, init)
-            memory.release(group.group, Kind.PARAMETER)
+        groups = groups_of[id(unit)]
+        for group in groups.own:
+            group.pin_parameters(Phase.OTHER, Op.CREATE)
+            group.make_parameters()
+            _tie(unit, group)
+        # an init of a tied module may write to what another unit owns
+        tied = [g for g in groups.tied if init is not None and groups.own and g.parameters]
+        for group in tied:
+            group.pin_parameters(Phase.OTHER, Op.WRITE)
+        _give_values(groups.own, names, init)
+        for group in [*groups.own, *tied]:
+            group.unpin_parameters()
+    _fill_buffers(model, init)
 
 
-def _fill_group(unit: Unit, group: ParamGroup, names: dict[int, str], init: Init | None) -> None:
-    group.make_parameters()
-    _tie(unit, group)
+def _give_values(groups: list[ParamGroup], names: dict[int, str], init: Init | None) -> None:
+    places = [place for group in groups for place in group.places]
     if init is not None:
-        for module in dict.fromkeys(place.module for place in group.places):
+        for module in dict.fromkeys(p.module for p in places if p.parameter.is_meta):
             init(names[id(module)], module)
-    for place, parameter in zip(group.places, group.parameters, strict=True):
-        if init is None:
-            with torch.no_grad():
-                parameter.copy_(place.parameter)
-        place.parameter = parameter  # lets go of the old tensor
+    for group in groups:
+        for place, parameter in zip(group.places, group.parameters, strict=True):
+            if not place.parameter.is_meta:
+                with torch.no_grad():
+                    parameter.copy_(place.parameter)
+            place.parameter = parameter  # lets go of the old tensor
+
+
+def _fill_buffers(model: nn.Module, init: Init | None) -> None:
+    """Buffers on the meta device: ``init`` fills them; what it leaves is not a number."""
+    for fqn, module in model.named_modules():
+        meta = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
+        for name, buffer in meta.items():
+            filler = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(buffer, filler, device="cpu")
+        if meta and init is not None and not module._parameters:
+            init(fqn, module)
 
 
 def _tie(unit: Unit, group: ParamGroup) -> None:
@@ -288,7 +337,7 @@ def _tie(unit: Unit, group: ParamGroup) -> None:
     for alias in unit.aliases:
         replacement: PagedParameter | None = made.get(id(alias.parameter))
         if replacement is not None:
-            alias.module._parameters[alias.name] = replacement
+            setattr(alias.module, alias.name, replacement)
             alias.parameter = replacement
 
 
@@ -297,6 +346,7 @@ def _install(
     units: list[Unit],
     sets: list[ExpertSet],
     groups_of: dict[int, UnitGroups],
+    trained: bool,
 ) -> None:
     for unit in units:
         hooks = UnitHooks(runtime, unit, groups_of[id(unit)])

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from odc.fsdp.collective import Collective, NullCollective
 from odc.fsdp.experts import ExpertOrder
 from odc.fsdp.group import ParamGroup
-from odc.fsdp.hooks import UnitHooks, in_backward
-from odc.fsdp.lifecycle import UnitState
+from odc.fsdp.hooks import Call, UnitHooks, in_backward
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.manager import MemoryManager
 
@@ -56,26 +55,32 @@ class Runtime:
         self.collective: Collective = NullCollective()
         self.units: list[UnitHooks] = []
         self.orders: list[ExpertOrder] = []
+        self.stack: list[UnitHooks] = []  # whose forward runs, innermost last
+        self.calls: list[Call] = []  # whose backward runs
         self.update: Update | None = None
+        self.updated_in_backward = False  # and opt.step() not called since
+        self.stepped = False  # opt.step() was called, and zero_grad not since
         self.micro = 0  # backwards since the last update
         self.forward_phase = Phase.FORWARD
         self._backward_task = -1
-
-    @property
-    def optimizer_sees_versions(self) -> bool:
-        """With updates at the step autograd's own version counters catch a stale backward."""
-        return not self.update_in_backward
+        self._clock = 0
+        for group in groups:
+            group.runtime = self
 
     @property
     def last_micro(self) -> bool:
         return self.micro == self.accumulate - 1
 
+    def tick(self) -> int:
+        """The clock of forward calls."""
+        self._clock += 1
+        return self._clock
+
     # -- passes ----------------------------------------------------------------------------------
 
     def begin_pass(self, args: Any, kwargs: Any) -> None:
         """The root's forward begins."""
-        if any(u.state != UnitState.IDLE for u in self.units):
-            self.reset()
+        self.recover()
         grad = torch.is_grad_enabled()
         self.forward_phase = Phase.FORWARD if grad else Phase.EVALUATION
         tokens = next((t.numel() for t in tree_leaves((args, kwargs)) if _is_tensor(t)), 0)
@@ -87,41 +92,131 @@ class Runtime:
     def begin_backward(self) -> None:
         """The first hook of a backward: have its end reported."""
         task = torch._C._current_graph_task_id()
-        if task != self._backward_task:
-            self._backward_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if task == self._backward_task:
+            return
+        self.recover()
+        if torch.is_grad_enabled() and not self.manager.unlimited:
+            raise RuntimeError(
+                "create_graph=True is not supported on a paged model: the second backward would "
+                "read parameters that have left; use total_mem='unlimited'"
+            )
+        self._backward_task = task
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def finish_calls(self, after: int) -> None:
+        """Calls that began later than ``after`` are done; see [Note: when a backward is done]."""
+        for call in [c for c in self.calls if c.start > after]:
+            call.hooks.done(call)
+
+    def suspend_others(self, recomputed: UnitHooks) -> None:
+        """Units that wait for a recompute need nothing until they are recomputed themselves."""
+        for call in self.calls:
+            if call.hooks is not recomputed and call.hooks not in recomputed.around:
+                call.hooks.suspend()
 
     def _end_backward(self) -> None:
         self._backward_task = -1
+        self.calls.clear()
         for unit in self.units:
-            unit.sweep()
-        self.micro += 1
+            unit.release()
+        received = False
+        for group in self.groups:
+            self.settle(group)
+            received = received or bool(group.received)
+            group.received.clear()
+        if received:
+            self.micro += 1
+
+    def recover(self) -> None:
+        """Clean up after an exception in a forward or a backward, if there was one."""
+        if self.stack or self._backward_task != -1:
+            self.reset()
 
     def reset(self) -> None:
         """Release everything that an interrupted pass left pinned."""
+        self.calls.clear()
+        self.stack.clear()
         for unit in self.units:
             unit.reset()
+        for group in self.groups:
+            group.unpin_gradient()
+            group.received.clear()
+            group.unsettled = False
         self._backward_task = -1
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def group_complete(self, group: ParamGroup) -> None:
-        """All gradients of a group arrived in this backward."""
+    def take_gradient(self, group: ParamGroup, index: int) -> None:
+        """A parameter's gradient is complete for this backward."""
+        self.begin_backward()
+        if not group.trainable:
+            self._refuse_gradient(group, index)
+        if self.update_in_backward and self.micro >= self.accumulate and not group.plain_grad:
+            raise RuntimeError(
+                f"backward number {self.micro + 1} of a step, but accumulate={self.accumulate}: "
+                "with update='backward' the last of them updates; pass accumulate=, or call "
+                "opt.step() and opt.zero_grad() after every step"
+            )
+        group.add_gradient(index, Phase.BACKWARD)
+
+    def _refuse_gradient(self, group: ParamGroup, index: int) -> None:
+        if self.manager.unlimited:  # a torch.optim of the caller's own
+            return
+        raise RuntimeError(
+            f"a gradient for {group.slots[index].fqn}, but the model was paged without an "
+            "optimizer; pass optimizer=torch.optim.AdamW to odc.paged, or total_mem='unlimited' "
+            "for any torch.optim"
+        )
+
+    def settle(self, group: ParamGroup) -> None:
+        """No more gradients come from the calls that ran: update, or put away until later."""
+        if not group.unsettled:
+            return
+        group.unsettled = False
+        if not group.complete:
+            self._park(group)
+            return
         self.collective.reduce_gradients(group)
         if self.update_in_backward and self.last_micro:
             assert self.update is not None
+            self.updated_in_backward = True
             self.update(group, Phase.BACKWARD)
         else:
             self._park(group)
-
-    def group_partial(self, group: ParamGroup) -> None:
-        """Backward ended with some gradients missing; the update waits for ``opt.step()``."""
-        self._park(group)
 
     def _park(self, group: ParamGroup) -> None:
         if self.clip:
             group.take_norms()
         group.unpin_gradient()
+
+    def forget_gradients(self) -> None:
+        """All gradients of the model are zeroed."""
+        if self.updated_in_backward:
+            raise RuntimeError(
+                "zero_grad() between backward and opt.step(): with update='backward' the update "
+                "has happened and cannot be undone; to skip updates use update='step'"
+            )
+        self.recover()
+        for group in self.groups:
+            group.forget_gradients()
+        self.micro = 0
+        self.stepped = False
+
+    # -- values out of place ---------------------------------------------------------------------
+
+    def adopt(self, group: ParamGroup) -> bool:
+        """A parameter is read that is not there: the unit whose forward runs uses it as well.
+
+        Returns:
+            False if no forward runs. Otherwise the group is pinned with that unit from now on.
+        """
+        if in_backward() or not self.stack:
+            return False
+        unit = self.stack[-1]
+        if group not in unit.groups.all:
+            unit.groups.tied.append(group)
+        unit.pin(group, self.forward_phase)
+        return True
 
     # -- experts ---------------------------------------------------------------------------------
 
@@ -141,9 +236,15 @@ class Runtime:
     def end_step(self) -> None:
         """An optimizer step is over."""
         self.micro = 0
+        self.updated_in_backward = False
+        self.stepped = True
+        for unit in self.units:
+            unit.has_graph = False
         for order in self.orders:
             order.forget()
         self.manager.end_update()
+        if self.manager.ledger.measures:
+            self.manager.rebalance()
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -151,15 +252,21 @@ class Runtime:
     def resident(self, groups: list[ParamGroup], write: bool = False) -> Iterator[None]:
         """Pin the parameters of groups for reading or writing outside a forward."""
         op = Op.WRITE if write else Op.READ
-        pinned: list[ParamGroup] = []
+        pinned: list[tuple[ParamGroup, list[int]]] = []
         try:
             for group in groups:
                 group.pin_parameters(Phase.OTHER, op)
-                pinned.append(group)
+                pinned.append((group, [p._version for p in group.parameters]))
             yield
         finally:
-            for group in pinned:
+            changed = [g for g, before in pinned if [p._version for p in g.parameters] != before]
+            for group, _ in pinned:
                 group.unpin_parameters()
+        if changed and not write:
+            raise RuntimeError(
+                f"parameters of {changed[0].spec.name} were changed inside model.resident(...), "
+                "and the change may be lost; use model.resident(..., write=True)"
+            )
 
     def copy_out(self, group: ParamGroup, kind: Kind, slot: int = 0) -> list[torch.Tensor]:
         """Copies of a group's parameters, gradients or one of its moments."""

@@ -65,7 +65,18 @@ def find_units(model: nn.Module) -> tuple[list[Unit], list[ExpertSet]]:
     units.append(root)
     _own(model, units)
     kept = [u for u in units if u.owned or u.tied or u.module is model]
-    return kept, sets
+    return kept, _number(sets)
+
+
+def _number(sets: list[ExpertSet]) -> list[ExpertSet]:
+    """The sets whose members all have pages of their own; the others run in their given order."""
+    free: list[ExpertSet] = []
+    for experts in sets:
+        if all(member.owned for member in experts.members):
+            for member in experts.members:
+                member.set_index = len(free)
+            free.append(experts)
+    return free
 
 
 def _walk(
@@ -81,28 +92,51 @@ def _walk(
         child_fqn = f"{fqn}.{name}" if fqn else name
         if isinstance(child, nn.ModuleList):
             _walk_list(module, child, child_fqn, parents, layer, units, sets)
-        elif len(parents) == 1 and isinstance(child, nn.Embedding | nn.Linear):
+        elif len(parents) == 1 and _stands_alone(module, child, parents[0]):
             units.append(Unit(child_fqn, child, parents=list(parents)))
         else:
             _walk(child, child_fqn, parents, layer, units, sets)
 
 
+def _stands_alone(owner: nn.Module, child: nn.Module, root: Unit) -> bool:
+    """Whether a module outside every list is a unit: an embedding, or a head.
+
+    A linear layer inside some other module may be used without being called (as
+    ``nn.MultiheadAttention`` does), so it belongs to what is left.
+    """
+    if isinstance(child, nn.Embedding):
+        return True
+    calls = owner is root.module or isinstance(owner, nn.Sequential) or not _has_forward(owner)
+    return isinstance(child, nn.Linear) and calls
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
 def _walk_list(
     owner: nn.Module,
-    children: nn.ModuleList,
+    children: nn.Module,
     fqn: str,
     parents: list[Unit],
     layer: int,
     units: list[Unit],
     sets: list[ExpertSet],
 ) -> None:
+    """The children of a container are units; those of a container in it as well."""
+    named = [(name, child) for name, child in children._modules.items() if child is not None]
     free = hasattr(owner, "expert_order") and getattr(owner, "experts", None) is children
+    free = free and all(_has_forward(child) for _, child in named)
     members: list[Unit] = []
-    for index, child in enumerate(children):
-        unit = Unit(f"{fqn}.{index}", child, parents=list(parents))
-        unit.layer = index if layer < 0 else layer
+    for index, (name, child) in enumerate(named):
+        child_fqn = f"{fqn}.{name}"
+        child_layer = index if layer < 0 else layer
+        if not _has_forward(child):  # it is never called, its children are
+            _walk_list(owner, child, child_fqn, parents, child_layer, units, sets)
+            continue
+        unit = Unit(child_fqn, child, parents=list(parents), layer=child_layer)
         if free:
-            unit.expert, unit.set_index = index, len(sets)
+            unit.expert = index
         units.append(unit)
         members.append(unit)
         if not free:

@@ -1,0 +1,226 @@
+"""The same loop on a paged model, with a watch on what the pager does in every step."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+import odc
+from odc.memory.events import Act, Phase
+from odc.memory.manager import MemoryManager, PrefetchFactory, popularity
+from odc.memory.plan import (
+    FutureScorer,
+    Limits,
+    NextKPrefetcher,
+    OraclePrefetcher,
+    Plan,
+    ReplayPrefetcher,
+)
+from odc.memory.stations import OrderLibrary, Visit
+from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
+from odc.sizes import parse_size
+from tests.fsdp.plain_loop import (
+    LR,
+    Loop,
+    Result,
+    evaluate,
+    losses_of_step,
+    moments_by_name,
+    parameter_groups,
+    schedule,
+)
+
+MIB = 1024 * 1024
+
+
+@dataclass
+class Watch:
+    """A sink that counts what happens in a step and remembers what was needed."""
+
+    acts: Counter = field(default_factory=Counter)
+    needs: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    def need(self, seq, t_ns, step, micro, phase, ctx, group, kind, op, compute_ns, tokens):  # type: ignore[no-untyped-def]
+        self.needs.append((seq, phase, group, kind, op))
+
+    def action(self, t_ns, seq, page, act, src, dst, num_bytes, dur_ns, wait_ns, policy):  # type: ignore[no-untyped-def]
+        self.acts[Act(act)] += 1
+
+    def mem(self, t_ns, step, tier, account, allocated, peak):  # type: ignore[no-untyped-def]
+        """Of no interest here."""
+
+    def step(self, row):  # type: ignore[no-untyped-def]
+        """Of no interest here."""
+
+    def end_step(self, expect_traffic: bool) -> None:
+        """Every step must have evicted, loaded and written back."""
+        acts, self.acts = self.acts, Counter()
+        if expect_traffic:
+            assert acts[Act.EVICT], acts
+            assert acts[Act.LOAD] + acts[Act.PREFETCH], acts
+            assert acts[Act.WRITE_BACK] + acts[Act.EARLY_WRITE_BACK], acts
+
+
+class RandomPrefetcher:
+    """Wrong on purpose: random keep values, and random pages on the wish list."""
+
+    def __init__(self, num_pages: int, seed: int = 0) -> None:
+        self.num_pages = num_pages
+        self.random = np.random.default_rng(seed)
+
+    def observe(self, visit: Visit, tokens: int) -> None:
+        """Learns nothing."""
+
+    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
+        """Takes no hints."""
+
+    def advance(self, visit: Visit) -> bool:
+        return True
+
+    def plan(self, current: Visit | None, remaining: list[int]) -> Plan:
+        keep, keep_next = self.random.random((2, self.num_pages))
+        wish = self.random.integers(0, self.num_pages, 12)
+        return Plan(keep, keep_next, wish, np.sort(self.random.integers(0, 4, 12)))
+
+
+def oracle(needs: list[tuple[int, int, int, int, int]]) -> PrefetchFactory:
+    """A prefetcher that knows the experts of an earlier run of the same steps."""
+
+    def make(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> OraclePrefetcher:
+        stations = library.stations
+        visits: list[dict[int, np.ndarray]] = [{} for _ in stations.sets]
+        for seq, phase, group, _, _ in needs:
+            set_index = stations.stations[stations.of_group[group]].set_index
+            if set_index >= 0 and phase == Phase.FORWARD:
+                used = visits[set_index].setdefault(
+                    seq, np.zeros(len(stations.sets[set_index]), bool)
+                )
+                used[stations.member_of[group]] = True
+        future = [np.array(list(rows.values())) for rows in visits]
+        return OraclePrefetcher(library, weight, FutureScorer(future), limits)
+
+    return make
+
+
+POLICIES: dict[str, tuple[type[EvictionPolicy], PrefetchFactory]] = {
+    "lru+none": (Lru, lambda library, weight, limits: None),
+    "lru+next_k": (Lru, lambda library, weight, limits: NextKPrefetcher(library.stations)),
+    "lru+replay": (Lru, lambda library, weight, limits: ReplayPrefetcher(library, weight)),
+    "cost_aware+popularity": (CostAware, popularity),
+    "cost_aware+random": (
+        CostAware,
+        lambda library, weight, limits: RandomPrefetcher(len(weight)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Paging:
+    """How a model is paged."""
+
+    budget: int | None = 16 * MIB
+    policy: str = "cost_aware+popularity"
+    home: str = "host"
+    update: str = "step"
+    page_size: int = 256 * MIB
+
+
+class PagedRun:
+    """A paged model in a loop."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loop: Loop,
+        paging: Paging,
+        future: list[tuple[int, int, int, int, int]] | None = None,
+    ) -> None:
+        self.loop, self.paging = loop, paging
+        if paging.policy == "belady+oracle":
+            assert future is not None
+            eviction, prefetch = Belady, oracle(future)
+        else:
+            eviction, prefetch = POLICIES[paging.policy]
+        memory = MemoryManager(
+            page_budget=paging.budget,
+            page_size=paging.page_size,
+            home=paging.home,
+            eviction=eviction(),
+            prefetch=prefetch,
+        )
+        self.model, self.optimizer = odc.paged(
+            model,
+            torch.optim.AdamW,
+            param_groups=lambda made: parameter_groups(loop, made),
+            update=paging.update,
+            accumulate=1 if loop.forwards_first == "one backward" else loop.accumulate,
+            max_grad_norm=loop.max_grad_norm,
+            memory=memory,
+            lr=LR,
+        )
+        self.watch = Watch()
+        memory.set_sink(self.watch)
+        self.reordered = 0
+        for module in model.modules():
+            if getattr(module, "expert_order", None) is not None:
+                self._watch_order(module)
+
+    def _watch_order(self, module: nn.Module) -> None:
+        choose = module.expert_order
+
+        def watched(experts: list[int], routing: torch.Tensor) -> list[int]:
+            order = choose(experts, routing)
+            self.reordered += order != sorted(order)
+            return order
+
+        module.expert_order = watched
+
+    def train(self) -> Result:
+        """Train as the plain loop does; the pager's books must balance after every step."""
+        model, optimizer, loop = self.model, self.optimizer, self.loop
+        transfers = model.memory.transfers
+        rates = schedule(optimizer)
+        result = Result()
+        for step in range(loop.steps):
+            optimizer.zero_grad()
+            result.losses += losses_of_step(loop, model, step)
+            optimizer.step()
+            if loop.max_grad_norm is not None:
+                result.norms.append(optimizer.grad_norm)
+            rates.step()
+            if loop.evaluate:
+                result.evaluations += evaluate(loop, model, step)
+            transfers.poll()
+            transfers.check()
+            self.watch.end_step(expect_traffic=self.paging.budget is not None)
+        assert not any(
+            n for p, n in enumerate(model.memory.table.pins) if not self._pinned_for_good(p)
+        ), "a page is still pinned after a step"
+        result.weights = model.state_dict()
+        result.moments = moments_by_name(model, optimizer.state_dict())
+        return result
+
+    def _pinned_for_good(self, page: int) -> bool:
+        table = self.model.memory.table
+        spec = table.groups[table.pages[page].group]
+        return spec.pinned or self.paging.budget is None
+
+    def close(self) -> None:
+        self.model.close()
+
+
+def smallest_budget(model: nn.Module, **options: object) -> int:
+    """The budget that the error of a far too small one names."""
+    try:
+        odc.paged(model, torch.optim.AdamW, page_budget=2 * MIB, **options)
+    except odc.BudgetError as error:
+        found = re.search(r"at least (\S+?),", str(error))
+        assert found is not None, error
+        return parse_size(found[1])
+    raise AssertionError("2 MiB were enough")
