@@ -44,6 +44,7 @@ POLICIES = (
     "cost_aware+sklearn",
     "cost_aware+lstm",
     "belady+oracle",
+    "cost_aware+oracle",
 )
 
 
@@ -134,11 +135,17 @@ def predict(root: Path, name: str, other: str, policy: str, link: float, budget:
     return result.stall_s / len(result.steps)
 
 
-def routing(run_dir: Path) -> tuple[float, float]:
-    """(largest share of experts touched in a step, least popularity entropy of a layer)."""
+def routing(run_dir: Path) -> str:
+    """How many experts a step touches, and how evenly."""
     reader = TraceReader(run_dir)
-    use = set_use(set_visits(reader.need(), reader.pages))
-    return float(np.max(use.touched)), float(np.min(use.entropy))
+    visits = set_visits(reader.need(), reader.pages)
+    steps, place = np.unique(visits.step, return_inverse=True)
+    touched = np.bincount(place, visits.used.sum(axis=1)) / visits.groups.size
+    entropy = set_use(visits).entropy
+    return (
+        f"a step touches {touched.mean():.0%} of the experts ({touched.min():.0%}-"
+        f"{touched.max():.0%}); popularity entropy of a layer is at least {entropy.min():.1%}"
+    )
 
 
 def seed_rows(root: Path, seed: int, args: argparse.Namespace, tasks: dict[int, Any]) -> list[Row]:
@@ -179,19 +186,28 @@ def spread(values: list[float], digits: int = 3) -> str:
     return f"{middle:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
+def _noise(values: list[float]) -> float:
+    """Interquartile range over the median, of repeats of the same steps."""
+    low, middle, high = np.percentile(values, [25, 50, 75])
+    return float((high - low) / middle)
+
+
 def table(rows: list[Row]) -> list[str]:
     """The table as Markdown; ratios are taken within a seed and repeat."""
     base = {(r.seed, r.repeat): r for r in rows if r.policy == "lru+none"}
     lines = [
         "| policy | step s | stall s | misses | MiB in | MiB out | stall / lru+none | "
-        "step / lru+none | predicted stall s | error / step |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "step / lru+none | predicted stall s | error / step | noise |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for policy in POLICIES:
         own = [r for r in rows if r.policy == policy]
         stalls = [r.stall_s / base[r.seed, r.repeat].stall_s for r in own]
         steps = [r.step_s / base[r.seed, r.repeat].step_s for r in own]
         errors = [(r.predicted_stall_s - r.stall_s) / r.step_s for r in own]
+        noise = max(
+            _noise([r.step_s for r in own if r.seed == seed]) for seed in {r.seed for r in own}
+        )
         lines.append(
             f"| `{policy}` | {spread([r.step_s for r in own])} "
             f"| {spread([r.stall_s for r in own])} "
@@ -199,7 +215,7 @@ def table(rows: list[Row]) -> list[str]:
             f"| {statistics.median(r.bytes_in for r in own) / 2**20:.0f} "
             f"| {statistics.median(r.bytes_out for r in own) / 2**20:.0f} "
             f"| {spread(stalls, 2)} | {spread(steps, 2)} "
-            f"| {spread([r.predicted_stall_s for r in own])} | {spread(errors, 2)} |"
+            f"| {spread([r.predicted_stall_s for r in own])} | {spread(errors, 2)} | {noise:.1%} |"
         )
     return lines
 
@@ -234,11 +250,7 @@ def main() -> None:
     for seed in range(args.seeds):
         root = args.root / f"seed-{seed}"
         rows += seed_rows(root, seed, args, tasks)
-        touched, entropy = routing(root / "0-lru+none")
-        facts.append(
-            f"- seed {seed}: at most {touched:.0%} of a layer's experts touched in a step "
-            f"on average, least popularity entropy of a layer {entropy:.0%}"
-        )
+        facts.append(f"- seed {seed}: {routing(root / '0-lru+none')}")
     today = datetime.date.today().isoformat()
     out = args.out or Path(__file__).parent / "results" / f"policies-{today}.md"
     config, _ = load_config(CONFIG, args.words)
@@ -256,7 +268,9 @@ def main() -> None:
         "",
         *learned_against_popularity(rows),
         *facts,
-        "- predicted stall: the virtual clock, with compute times of another policy's run",
+        "- predicted stall: the virtual clock, with compute times of another policy's run; error: "
+        "predicted less measured stall, over the measured step; noise: interquartile range of the "
+        "step over repeats of the same steps (0 where there is one repeat)",
         "",
     ]
     out.write_text("\n".join(text), encoding="utf-8")
