@@ -95,6 +95,7 @@ class MemoryManager(Pager):
         self.table = PageTable(max(parse_size(page_size) // FRAME_BYTES, 1) * FRAME_BYTES)
         self.pool: FramePool | None = None
         self.home: Home | None = None
+        self._built = False
 
     @property
     def unlimited(self) -> bool:
@@ -155,7 +156,6 @@ class MemoryManager(Pager):
             self.home = DiskHome(table.home_bytes + table.gradient_bytes, self._home_dir)
         else:
             self.home = HostHome(table.home_bytes, table.gradient_bytes)
-            self.ledger.home_bytes = table.home_bytes
         self.pool = make_pool(frames)
         engine = ThreadEngine(self.pool, self.home, self._link_bandwidth)
         transfers = Transfers(table, engine, frames, self.home.tier, self._policy)
@@ -174,6 +174,19 @@ class MemoryManager(Pager):
             f"use at least {format_bytes(need)}, or smaller pages (memory.page_size)"
         )
 
+    def begin_pass(self, ctx: int, tokens: int = 0) -> None:
+        """A forward of the whole model begins, in context ``ctx`` (below 0: it is being built)."""
+        if ctx >= 0 and not self._built:
+            assert self.pool is not None
+            self._built = True
+            self.ledger.start(self.pool.num_bytes, self._home_bytes)
+        super().begin_pass(ctx, tokens)
+
+    @property
+    def _home_bytes(self) -> int:
+        """Host memory that the home takes."""
+        return self.home.used_bytes if isinstance(self.home, HostHome) else 0
+
     def rebalance(self) -> int:
         """Measure the rest and give pages what it leaves; returns the rest's peak in bytes.
 
@@ -181,11 +194,12 @@ class MemoryManager(Pager):
             BudgetError: the rest leaves less than the least that pages need.
         """
         assert self.pool is not None
-        rest = self.ledger.measure(self.pool.num_bytes)
+        rest = self.ledger.measure(self.pool.num_bytes, self._home_bytes)
         if not self.ledger.measures:
             return rest
         all_bytes = int(self.table.num_frames.sum()) * FRAME_BYTES
-        target = self.ledger.page_bytes(all_bytes) // FRAME_BYTES
+        least_bytes = self._least_frames * FRAME_BYTES
+        target = self.ledger.page_bytes(all_bytes, least_bytes) // FRAME_BYTES
         if target < self._least_frames:
             total = self.ledger.total_bytes or 0
             raise BudgetError(
