@@ -1,10 +1,14 @@
-"""The engine of a machine without a device: a worker thread for each direction, and one for frames.
+"""The engine of a machine without a device: a worker thread for each direction.
 
 Copies and direct I/O release the interpreter lock, so they run beside the computation. With
 ``link_bandwidth`` the bus of a device is emulated: each direction is a line that is busy for
 ``bytes / bandwidth`` a page. All clocks advance by durations from when a command could start, not
 from when a sleeping thread happened to wake, so that the pace is the same on a busy machine; a copy
 that really takes longer (disk) holds its line longer.
+
+Threads are woken as rarely as possible, since every wake-up competes with the training thread for
+the interpreter lock: a channel is told of its own commands only, small moves of frames are made by
+whoever submits them, and a release that waited for a store is made by the thread that stored.
 """
 
 from __future__ import annotations
@@ -18,15 +22,16 @@ from odc.memory.frames import FramePool
 from odc.memory.home import Home
 from odc.memory.pages import Page
 
-_SPIN_NS = 60_000  # a sleep ends about this late: sleep less and spin the rest
+_INLINE_FRAMES = 8  # moving these costs less than waking a thread
 
 
 class _Channel:
     """Queue of one direction, and the clock of its line."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.Lock) -> None:
         self.queue: list[Ticket] = []
         self.free_ns = 0
+        self.work = threading.Condition(lock)
 
     def take(self) -> Ticket | None:
         best = None
@@ -62,8 +67,10 @@ class ThreadEngine:
         self.home = home
         self.link_bandwidth = link_bandwidth
         self.timeout_s = timeout_s
-        self._condition = threading.Condition()
-        self._in, self._out, self._moves = _Channel(), _Channel(), _Channel()
+        self._lock = threading.Lock()
+        self._done = threading.Condition(self._lock)
+        self._in, self._out = _Channel(self._lock), _Channel(self._lock)
+        self._moves = _Channel(self._lock)
         self._channels = {
             CommandKind.LOAD: self._in,
             CommandKind.STORE: self._out,
@@ -73,12 +80,8 @@ class ThreadEngine:
         self._number = 0
         self._stopped = False
         self._workers = [
-            threading.Thread(target=self._run, args=(channel,), name=f"odc-{name}", daemon=True)
-            for name, channel in (
-                ("in", self._in),
-                ("out", self._out),
-                ("moves", self._moves),
-            )
+            threading.Thread(target=self._run, args=channels, name=f"odc-{name}", daemon=True)
+            for name, channels in (("in", (self._in,)), ("out", (self._moves, self._out)))
         ]
         for worker in self._workers:
             worker.start()
@@ -96,15 +99,15 @@ class ThreadEngine:
         after = tuple(t for t in after if (t.done_ns < 0 or t.error) and not t.cancelled)
         ticket = Ticket(kind, page, after, priority, self._number, time.perf_counter_ns())
         self._number += 1
-        if kind == CommandKind.CREATE and not after:
-            # Frames without content cost microseconds: less than a worker needs to wake.
+        channel = self._channels[kind]
+        if channel is self._moves and not after and page.num_frames <= _INLINE_FRAMES:
             ticket.started = True
             self._try(ticket)
             ticket.done_ns = time.perf_counter_ns()
             return ticket
-        with self._condition:
-            self._channels[kind].queue.append(ticket)
-            self._condition.notify_all()
+        with self._lock:
+            channel.queue.append(ticket)
+            self._tell(channel)
         return ticket
 
     def poll(self, ticket: Ticket) -> bool:
@@ -114,10 +117,9 @@ class ThreadEngine:
 
     def wait(self, ticket: Ticket) -> None:
         if ticket.done_ns < 0:
-            with self._condition:
+            with self._lock:
                 ticket.urge()
-                self._condition.notify_all()
-                done = self._condition.wait_for(
+                done = self._done.wait_for(
                     lambda: ticket.done_ns >= 0 or ticket.cancelled or self._stopped,
                     self.timeout_s,
                 )
@@ -130,19 +132,20 @@ class ThreadEngine:
             raise ticket.error
 
     def cancel(self, ticket: Ticket) -> bool:
-        with self._condition:
+        with self._lock:
             if ticket.started or ticket.cancelled:
                 return ticket.cancelled
             self._channels[ticket.kind].queue.remove(ticket)
             ticket.cancelled, ticket.ready_ns = True, time.perf_counter_ns()
-            self._condition.notify_all()
+            self._tell_dependants()
         return True
 
     def close(self) -> None:
         """Finish what has started and nothing more; stop the workers."""
-        with self._condition:
+        with self._lock:
             self._stopped = True
-            self._condition.notify_all()
+            for condition in (self._done, self._in.work, self._out.work):
+                condition.notify_all()
         for worker in self._workers:
             worker.join(timeout=5)
 
@@ -151,24 +154,40 @@ class ThreadEngine:
         queues = {"in": self._in.queue, "out": self._out.queue, "moves": self._moves.queue}
         return f"pool: {self.pool.num_free} of {self.pool.num_frames} free\n{describe(queues)}"
 
-    def _run(self, channel: _Channel) -> None:
+    def _tell(self, channel: _Channel) -> None:
+        """Wake the worker of a channel; the out worker also makes the moves."""
+        (self._out if channel is self._moves else channel).work.notify()
+
+    def _tell_dependants(self) -> None:
+        """Something ended: commands that waited for it may start."""
+        for channel in (self._in, self._out):
+            if channel.queue:
+                channel.work.notify()
+        if self._moves.queue:
+            self._out.work.notify()
+        self._done.notify_all()
+
+    def _run(self, *channels: _Channel) -> None:
+        """A worker: the first channel that has a command ready goes first."""
+        work = channels[-1].work
         while True:
-            with self._condition:
-                while not self._stopped and (ticket := channel.take()) is None:
-                    self._condition.wait()
+            with self._lock:
+                while not self._stopped and (found := _next(channels)) is None:
+                    work.wait()
                 if self._stopped:
                     return
-            assert ticket is not None
+            assert found is not None
+            channel, ticket = found
             start = time.perf_counter_ns()
             self._try(ticket)
             end = time.perf_counter_ns()
             if self.link_bandwidth is not None:
                 start, end = self._pace(channel, ticket, end - start)
-            with self._condition:
+            with self._lock:
                 ticket.dur_ns = max(end - start, 1)
                 ticket.done_ns = end
                 ticket.after = ()  # a chain of finished commands would never be freed
-                self._condition.notify_all()
+                self._tell_dependants()
 
     def _try(self, ticket: Ticket) -> None:
         """Run a command; what it raises surfaces where the training thread asks for it."""
@@ -203,5 +222,14 @@ class ThreadEngine:
             took_ns = max(took_ns, int(ticket.page.num_bytes / self.link_bandwidth * 1e9))
         channel.free_ns = end = begin + took_ns
         while (left := end - time.perf_counter_ns()) > 0:
-            time.sleep(max(left - _SPIN_NS, 0) / 1e9)
+            time.sleep(left / 1e9)
         return begin, end
+
+
+def _next(channels: tuple[_Channel, ...]) -> tuple[_Channel, Ticket] | None:
+    """Take the command that a worker runs next."""
+    for channel in channels:
+        ticket = channel.take()
+        if ticket is not None:
+            return channel, ticket
+    return None
