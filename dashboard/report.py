@@ -70,13 +70,11 @@ def write_report(source: str | Path, path: str | Path, *, max_bytes: int = MAX_B
     )
 
 
-def run_pages(
-    run: RunData, runs: Sequence[RunData], theme: Theme, max_rows: int
-) -> list[PageContent]:
+def run_pages(run: RunData, theme: Theme, max_rows: int) -> list[PageContent]:
     """Return the pages of a run; an error becomes a page that names it."""
     state = ViewState()
     views = (
-        (overview.TITLE, lambda: overview.build(run, state, theme, lambda: list(runs))),
+        (overview.TITLE, lambda: overview.build(run, state, theme)),
         (residency.TITLE, lambda: residency.build(run, state, theme, max_rows)),
         (access.TITLE, lambda: access.build(run, state, theme, max_rows)),
         ("Experts", lambda: _experts(run, theme, max_rows)),
@@ -105,18 +103,18 @@ def _document(
     name: str, root: str, runs: list[RunData], detailed: Sequence[RunData], max_rows: int
 ) -> str:
     sections, figures = [], []
+    compared = [overview.comparison(runs, theme) for theme in (LIGHT, DARK)]
+    if compared[0] is not None and compared[1] is not None:
+        sections.append(f'<section class="page">{_page(compared[0], "c")}</section>')
+        figures += _figures("c", compared[0], compared[1])
     for number, run in enumerate(detailed):
-        others = runs if number == 0 else []
-        light = run_pages(run, others, LIGHT, max_rows)
-        dark = run_pages(run, others, DARK, max_rows)
-        sections.append(_run_section(run, light, number, opened=number == 0))
+        light = run_pages(run, LIGHT, max_rows)
+        dark = run_pages(run, DARK, max_rows)
+        sections.append(_run_section(run, light, number, opened=len(runs) == 1))
         for index, (one, two) in enumerate(zip(light, dark, strict=True)):
-            figures += [
-                _figure_script(f"f{number}-{index}-{panel.key}", panel, other)
-                for panel, other in zip(one.panels, two.panels, strict=True)
-            ]
+            figures += _figures(f"f{number}-{index}", one, two)
     if not runs:
-        sections.append(f'<div class="page">{_page(no_run(root), "n")}</div>')
+        sections.append(f'<section class="page">{_page(no_run(root), "n")}</section>')
     elif len(detailed) < len(runs):
         left_out = ", ".join(run.name for run in runs if run not in detailed)
         sections.append(f"<p>Left out to keep the file small: {html.escape(left_out)}.</p>")
@@ -228,6 +226,11 @@ def _table(table: DataTable) -> str:
         f'aria-label="{html.escape(table.caption)}"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div></section>"
     )
+
+
+def _figures(prefix: str, light: PageContent, dark: PageContent) -> list[str]:
+    pairs = zip(light.panels, dark.panels, strict=True)
+    return [_figure_script(f"{prefix}-{one.key}", one, two) for one, two in pairs]
 
 
 def _figure_script(name: str, panel: Panel, dark: Panel) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from dashboard import units
-from dashboard.binning import MAX_ROWS, robust_max, sum_bins
+from dashboard.binning import MAX_ROWS, sum_bins
 from dashboard.content import Column, DataTable, How, PageContent, Panel
 from dashboard.data import RunData
 from dashboard.theme import Theme, colorbar, figure, quantity_scale
@@ -35,40 +35,42 @@ def window_visits(run: RunData, window: tuple[int, int]) -> SetVisits:
     return set_visits(select(run.need, keep), run.pages)
 
 
-def expert_counts(visits: SetVisits) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def expert_counts(visits: SetVisits) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Count visits that used each expert.
 
     Returns:
-        (E,) groups by layer and expert, (S,) steps, (E, S) counts.
+        (E,) groups by layer and expert, (S,) steps, (E, S) uses, (E, S) visits of the expert's set.
     """
     real = visits.groups >= 0
-    groups = visits.groups[real]
-    steps = np.unique(visits.step)
-    counts = np.zeros((*visits.groups.shape, len(steps)), np.int64)
+    steps, column = np.unique(visits.step, return_inverse=True)
+    uses = np.zeros((*visits.groups.shape, len(steps)), np.int64)
     visit, member = np.nonzero(visits.used)
-    column = np.searchsorted(steps, visits.step)
-    np.add.at(counts, (visits.set[visit], member, column[visit]), 1)
-    return groups, steps, counts[real]
+    np.add.at(uses, (visits.set[visit], member, column[visit]), 1)
+    seen = np.zeros((len(visits.groups), len(steps)), np.int64)
+    np.add.at(seen, (visits.set, column), 1)
+    return visits.groups[real], steps, uses[real], seen[np.nonzero(real)[0]]
 
 
 def experts_figure(
     run: RunData, visits: SetVisits, theme: Theme, max_rows: int = MAX_ROWS
 ) -> go.Figure:
-    """Draw experts, grouped by layer, x steps; colour is the number of visits that used them."""
-    groups, steps, counts = expert_counts(visits)
-    cells, rows, columns = sum_bins(counts, max_rows, _MAX_COLUMNS)
-    limit, _ = robust_max(cells)
+    """Draw experts, grouped by layer, x steps; colour is the share of visits that used them."""
+    groups, steps, uses, seen = expert_counts(visits)
+    total, rows, columns = sum_bins(uses, max_rows, _MAX_COLUMNS)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cells = total / sum_bins(seen, max_rows, _MAX_COLUMNS)[0]
     names = row_names(run, groups, rows)
     fig = figure(theme, height=max(300, min(700, 130 + 14 * len(cells))))
     fig.add_heatmap(
-        z=cells.astype(np.int32),
+        z=cells.astype(np.float32),
         x=column_names(steps, columns),
         y=names,
         zmin=0,
-        zmax=limit,
-        colorscale=quantity_scale(theme, limit),
-        colorbar=colorbar(limit),
-        hovertemplate="%{y}<br>step %{x}: <b>%{z:,}</b> visits<extra></extra>",
+        zmax=1,
+        colorscale=quantity_scale(theme, 1e3),
+        colorbar=colorbar(100),
+        hoverongaps=False,
+        hovertemplate="%{y}<br>step %{x}: used in <b>%{z:.0%}</b> of the visits<extra></extra>",
     )
     ticks, labels = group_ticks(run.groups, groups[rows[:-1]])
     label_rows(fig, ticks, labels, names)
@@ -154,7 +156,8 @@ def build(run: RunData, window: tuple[int, int], theme: Theme, max_rows: int) ->
             "Experts by layer and step",
             experts_figure(run, visits, theme, max_rows),
             verdict,
-            legend="Colour: forward visits that used the expert; grey is none",
+            legend="Colour: share of the layer's forward visits that used the expert; grey is none",
+            hatched=True,
             wide=True,
         ),
         Panel(

@@ -208,6 +208,22 @@ def build(
     )
 
 
+def comparison(runs: list[RunData], theme: Theme) -> PageContent | None:
+    """Return a page that compares runs, None if there are not two with steps."""
+    rows = compare_rows(runs)
+    if len(rows) < 2:
+        return None
+    verdict = compare_verdict(rows)
+    return PageContent(
+        "Runs compared",
+        "Did the change help?",
+        verdict,
+        panels=(Panel("runs", "Where a step's time goes", compare_figure(rows, theme), verdict),),
+        how=_how(),
+        tables=(compare_table(rows),),
+    )
+
+
 def _panels(run: RunData, metrics: Metrics, theme: Theme) -> list[Panel]:
     found = [
         Panel(

@@ -32,8 +32,6 @@ DEFAULT_STEPS = 3
 ORDERS = (("first_use", "kind and first use"), ("group", "group"))
 ABSENT = 3
 """Code of a gradient that does not exist, beside those of `Residency`: nowhere, and known to be."""
-# Letters, so that hovering shows one with d3's format "c"; colours alone would not be enough.
-_LETTERS = np.array([ord(letter) for letter in "?HDN"], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -110,22 +108,22 @@ def residency_figure(
     width = (found.edges_ns[-1] - found.edges_ns[0]) / codes.shape[1] / 1e9
     fig = figure(theme, height=max(300, min(660, 130 + 9 * len(codes))))
     fig.add_heatmap(
-        z=_LETTERS[codes],
+        z=codes,
         x0=width / 2,
         dx=width,
         y=names,
-        zmin=63,
-        zmax=78,
+        zmin=-0.5,
+        zmax=3.5,
         colorscale=_state_scale(theme),
         showscale=False,
-        hovertemplate="%{y}<br>%{x:.4~f} s: <b>%{z:c}</b>  (D device, H home, N none, ? unknown)"
+        hovertemplate="%{y}<br>%{x:.4~f} s: state <b>%{z}</b> (2 device, 1 home, 3 none, 0 unknown)"
         "<extra></extra>",
     )
     titles = {
-        "device": "D on the device",
-        "home": "H at home",
-        "absent": "N no gradient exists",
-        "unknown": "? unknown",
+        "device": "2 on the device",
+        "home": "1 at home",
+        "absent": "3 no gradient exists",
+        "unknown": "0 unknown",
     }
     add_swatches(fig, theme, titles, "square")
     _mark_steps(fig, found, theme)
@@ -140,11 +138,9 @@ def residency_figure(
 
 
 def _state_scale(theme: Theme) -> list[list[object]]:
-    """Return four flat colours over the letters ? (63), D (68), H (72) and N (78)."""
-    colors = (TRANSPARENT, *(theme.series[name] for name in ("device", "home", "absent")))
-    borders = [(edge - 63) / 15 for edge in (63, 65.5, 70, 75, 78)]
-    pairs = zip(colors, borders, borders[1:], strict=False)
-    return [[edge, color] for color, low, high in pairs for edge in (low, high)]
+    """Return a flat colour for each of the codes 0 to 3."""
+    colors = (TRANSPARENT, *(theme.series[name] for name in ("home", "device", "absent")))
+    return [[edge / 4, color] for code, color in enumerate(colors) for edge in (code, code + 1)]
 
 
 def _mark_kinds(fig: go.Figure, kinds: np.ndarray, theme: Theme) -> None:
@@ -321,14 +317,14 @@ def _how(found: ResidencyMap) -> tuple[How, ...]:
             "state of a cell",
             f"state of the page in the middle of one of {bins:,} time bins of "
             f"{width}, from load, prefetch, evict, cancel and drop events",
-            "D, H, N or ?",
+            "0 to 3",
             "measured",
         ),
         How(
             "merged rows",
             f"above {MAX_ROWS} pages, neighbouring rows share one: it shows the "
             "state of most of its pages",
-            "D, H, N or ?",
+            "0 to 3",
             "measured",
         ),
         How("resident", "time on the device / length of the window", "share of time", "measured"),
@@ -336,7 +332,7 @@ def _how(found: ResidencyMap) -> tuple[How, ...]:
             "unknown, none",
             "unknown: no event says where the page was; none: a gradient before it is created and "
             "after it is dropped, which has no bytes anywhere",
-            "hatched; N",
+            "0, hatched; 3",
             "measured",
         ),
     )

@@ -191,7 +191,7 @@ class _Machine:
         duration = int(size / LINK * 1e9)
         self.bytes_in += size
         if self.rng.random() < self.recording.hit_rate:
-            self._act(self.t_ns - duration, -1, page, Act.PREFETCH, size, duration)
+            self._act(self.t_ns, -1, page, Act.PREFETCH, size, duration)
             return
         self._act(self.t_ns, self.seq, page, Act.LOAD, size, duration)
         self._act(self.t_ns, self.seq, page, Act.STALL, 0, 0, duration)
