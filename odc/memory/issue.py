@@ -14,6 +14,8 @@ from odc.memory.plan import Plan
 
 # A victim must be worth clearly less than what is loaded over it: equal values would swap for ever.
 _MARGIN = 1.05
+# Wishes looked at in one go; what lies beyond is looked at when these have been used.
+_HORIZON = 256
 
 
 @dataclass(slots=True)
@@ -63,16 +65,16 @@ def wanted_pages(table: PageTable, plan: Plan, visit_start: int) -> np.ndarray:
         plan: wishes; those of visits that are past do not count.
         visit_start: virtual time at which the current visit began: what it used is settled.
     """
-    plan.cursor = int(np.searchsorted(plan.wish_visit, plan.visits))
-    pages: np.ndarray = plan.wish[plan.cursor :]
+    while plan.cursor < len(plan.wish) and plan.wish_visit[plan.cursor] < plan.visits:
+        plan.cursor += 1
+    near = slice(plan.cursor, plan.cursor + _HORIZON)
+    pages: np.ndarray = plan.wish[near]
     wanted = table.absent[pages]
     if not wanted.any():
         return pages[:0]
-    now = plan.wish_visit[plan.cursor :] == plan.visits
+    now = plan.wish_visit[near] == plan.visits
     wanted &= ~(now & (table.last_use[pages] >= visit_start))
-    pages = pages[wanted]
-    _, first = np.unique(pages, return_index=True)
-    return pages[np.sort(first)] if len(first) < len(pages) else pages
+    return np.array(list(dict.fromkeys(pages[wanted].tolist())), np.int64)
 
 
 def choose_loads(
