@@ -11,8 +11,8 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeRemainingColumn,
 )
+from rich.table import Column
 
 from odc.sizes import format_bytes
 
@@ -38,11 +38,11 @@ class Display:
         self._bar: Progress | None = None
         if sys.stderr.isatty():
             self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
+                MofNCompleteColumn(
+                    table_column=Column(no_wrap=True, min_width=2 * len(str(num_steps)) + 1)
+                ),
+                BarColumn(bar_width=8),
                 TextColumn("{task.description}"),
-                TimeRemainingColumn(),
                 console=Console(stderr=True),
             )
             self._task = self._bar.add_task("", total=num_steps, completed=first_step)
@@ -85,5 +85,5 @@ class Display:
         pages = format_bytes(metrics["page_bytes"])
         return (
             f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}{evaluated}  "
-            f"{self._rate:.0f} tokens/s  stall {self._stall_s:.1f}s  pages {pages}/{self._budget}"
+            f"{self._rate:.0f} tok/s  stall {self._stall_s:.1f}s  pages {pages}/{self._budget}"
         )

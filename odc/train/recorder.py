@@ -12,7 +12,7 @@ import torch
 import odc
 from odc.fsdp.group import num_elements
 from odc.fsdp.runtime import Runtime
-from odc.memory.events import StepRow
+from odc.memory.events import Account, StepRow, Tier
 from odc.memory.manager import MemoryManager
 from odc.memory.pages import PageTable
 from odc.monitor import TraceSink
@@ -62,14 +62,22 @@ class Recorder:
             self._manager.write_memory()
 
     def end_training(self, row: StepRow) -> None:
-        """The training of a step is over; evaluation and checkpoint may follow."""
+        """The training of a step is over; an evaluation may follow."""
         row.profiler_ns = self._profiler_ns
+        if self._memory and self._traced:
+            rest = row.transient_bytes
+            self._sink.mem(row.t_ns, row.step, Tier.DEVICE, Account.TRANSIENTS, rest, rest)
         self._sink.step(row)
 
-    def end_step(self) -> None:
-        """All of a step is over: what was recorded is with the operating system from here on."""
+    def end_step(self, flush: bool = False) -> None:
+        """A step and its evaluation are over.
+
+        Args:
+            flush: Hand what was recorded to the operating system in any case; the end of a traced
+                step does so anyway, others every few seconds.
+        """
         start = time.monotonic_ns()
-        if self._traced or start - self._flushed_ns > _FLUSH_NS:
+        if flush or self._traced or start - self._flushed_ns > _FLUSH_NS:
             self._writer.flush()
             self._flushed_ns = start
         self._profiler_ns = time.monotonic_ns() - start

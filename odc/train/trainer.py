@@ -185,8 +185,11 @@ class Trainer:
             metrics = self._step(step)
             self.run_dir.append(metrics)
             done = step + 1
-            self._save(done, last=done == steps or stopped())
-            self._recorder.end_step()
+            save = self._save_is_due(done, last=done == steps or stopped())
+            # A run that is killed from here on resumes behind this step: it must be recorded.
+            self._recorder.end_step(flush=save)
+            if save:
+                self._save(done)
             self._display.show(metrics)
             if stopped() and done < steps:
                 self._display.say(f"interrupted after step {done}")
@@ -247,17 +250,18 @@ class Trainer:
         self.manager.take()
         return {"eval_loss": loss, "eval_s": time.perf_counter() - start}
 
-    def _save(self, done: int, last: bool) -> None:
-        chosen = self.config.checkpoint
-        if chosen.every is None or (done % chosen.every and not last):
-            return
+    def _save_is_due(self, done: int, last: bool) -> bool:
+        every = self.config.checkpoint.every
+        return every is not None and (last or done % every == 0)
+
+    def _save(self, done: int) -> None:
         checkpoint.save(
             self.run_dir.checkpoints,
             done,
             self.model,
             self.optimizer,
             self.identity,
-            keep=chosen.keep,
+            keep=self.config.checkpoint.keep,
         )
         self.manager.take()
 

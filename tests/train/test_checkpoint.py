@@ -239,3 +239,16 @@ def test_a_full_disk_leaves_the_checkpoints_before_it(
     monkeypatch.undo()
     train(make_config(**{"checkpoint.every": 3}), tmp_path / "run", resume=True)
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(8))
+
+
+def test_what_a_checkpoint_has_behind_it_is_in_the_trace(make_config, tmp_path, monkeypatch):
+    """A kill right after a checkpoint: the run resumes behind a step, which must be recorded."""
+    seen = []
+
+    def save(folder, step, *rest, **keywords):
+        seen.append((step, TraceReader(tmp_path / "run").steps()["step"].tolist()))
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    config = make_config(**{"checkpoint.every": 3, "profiler.trace_interval": 100})
+    train(config, tmp_path / "run")
+    assert seen == [(step, list(range(step))) for step in (3, 6, 8)]

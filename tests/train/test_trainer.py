@@ -17,6 +17,7 @@ from odc.train.schedule import lr_factor, make_schedule
 from odc.train.tasks import make_task
 from odc.train.trainer import INTERRUPTED, Trainer, train
 from profiler import TraceReader
+from profiler.schema import Account
 
 
 class StoppingTask:
@@ -153,6 +154,7 @@ def test_trace_holds_chosen_steps_and_a_row_of_every_step(make_config, read_metr
     assert reader.steps()["step"].tolist() == list(range(8))
     assert reader.steps()["loss"].tolist() == losses(read_metrics(tmp_path / "run"))
     assert set(reader.mem()["step"].tolist()) == {0, 3, 6}
+    assert set(reader.mem()["account"].tolist()) == {Account.PAGES, Account.TRANSIENTS}
     assert all(reader.clean_end.values()) and not reader.problems
     manifest = reader.manifest
     assert manifest["model"]["class"] == "odc.train.models.Transformer"
