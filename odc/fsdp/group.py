@@ -106,7 +106,7 @@ class ParamGroup:
         self.has_gradient = [False] * len(self.slots)
         self.gradient_live = False  # the gradient page has content
         self.gradient_pinned = False
-        self.used: set[int] = set()  # gradients that an update used, and zero_grad not since
+        self.used: dict[int, int] = {}  # gradients not zeroed since: the step that used each
         self.received: set[int] = set()  # in this backward
         self.unsettled = False  # gradients came since the group was last updated or parked
         self.updates = 0
@@ -244,14 +244,14 @@ class ParamGroup:
         self.has_gradient = [False] * len(self.slots)
         self.norms.clear()
 
-    def use_gradients(self) -> None:
-        """An update used the gradients."""
-        self.used.update(i for i, present in enumerate(self.has_gradient) if present)
+    def use_gradients(self, step: int) -> None:
+        """The update of ``step`` used the gradients."""
+        self.used.update((i, step) for i, present in enumerate(self.has_gradient) if present)
         self.end_gradient()
 
     def forget_gradient(self, index: int) -> None:
         """``p.grad = None`` for one parameter."""
-        self.used.discard(index)
+        self.used.pop(index, None)
         if not self.has_gradient[index]:
             return
         self.has_gradient[index] = False

@@ -127,10 +127,10 @@ class PagedAdamW(torch.optim.Optimizer):
                 loss = closure()
         runtime = self._runtime
         runtime.recover()
-        if runtime.stepped and any(group.used for group in runtime.groups):
+        if any(used < runtime.num_steps for g in runtime.groups for used in g.used.values()):
             raise RuntimeError(
-                "opt.step() twice without opt.zero_grad(): the gradients were used by the first; "
-                "call opt.zero_grad() and a backward before the next step"
+                "opt.step() again without opt.zero_grad(): the gradients were used by the step "
+                "before it; call opt.zero_grad() after every opt.step()"
             )
         coefficient = self._clip_coefficient()
         for group in runtime.groups:
@@ -228,7 +228,7 @@ class PagedAdamW(torch.optim.Optimizer):
         if group.plain_grad:
             group.has_gradient = [False] * len(group.slots)
         else:
-            group.use_gradients()
+            group.use_gradients(self._runtime.num_steps)
 
     def _run_kernel(self, group: ParamGroup, chunks: list[Chunk]) -> None:
         by_hyper: dict[int, tuple[dict[str, Any], list[Chunk]]] = {}
@@ -289,6 +289,7 @@ class PagedAdamW(torch.optim.Optimizer):
         """Take moments, step counters and options from a state of ``torch.optim.AdamW``."""
         state = dict(state_dict["state"])
         super().load_state_dict({**state_dict, "state": {}})
+        self._runtime.updated_in_backward = False  # what an interrupted backward did is undone
         self._hyper.clear()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
@@ -298,11 +299,20 @@ class PagedAdamW(torch.optim.Optimizer):
     def _load_one(self, parameter: PagedParameter, saved: dict[str, torch.Tensor] | None) -> None:
         group, index = parameter._group, parameter._index
         manager = self._runtime.manager
+        for name in ("exp_avg", "exp_avg_sq"):
+            if saved is not None and saved[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{name} of {parameter._fqn} has shape {tuple(saved[name].shape)}, the "
+                    f"parameter's is {tuple(parameter.shape)}"
+                )
         self._steps[group.group, index].fill_(float(saved["step"]) if saved else 0.0)
         manager.access(group.group, [(Kind.MOMENT, Op.WRITE)], Phase.OTHER)
         try:
             for slot, name in enumerate(("exp_avg", "exp_avg_sq")):
                 view = group.view(Kind.MOMENT, index, slot)
-                view.zero_() if saved is None else view.copy_(saved[name])
+                if saved is None:
+                    view.zero_()
+                else:
+                    view.copy_(saved[name])
         finally:
             manager.release(group.group, Kind.MOMENT)

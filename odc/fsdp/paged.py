@@ -104,7 +104,7 @@ class PagedModule(nn.Module):
         """Copy values into the pages, group by group."""
         if assign:
             raise ValueError("assign=True would leave the pages; use assign=False")
-        own = set(super().state_dict())
+        own = set(super().state_dict(keep_vars=True))
         missing, unexpected = sorted(own - set(state_dict)), sorted(set(state_dict) - own)
         if strict and (missing or unexpected):
             raise RuntimeError(f"state_dict: missing {missing}, unexpected {unexpected}")
@@ -354,6 +354,7 @@ def _install(
         runtime.units.append(hooks)
     for index, experts in enumerate(sets):
         runtime.order_experts(experts.module, index)
-    if runtime.manager.unlimited and not runtime.update_in_backward:
-        for group in runtime.groups:
-            group.plain_grad = True
+    for group in runtime.groups:
+        if runtime.manager.unlimited:
+            group.plain_grad = not runtime.update_in_backward
+            group.frozen = group.frozen and trained

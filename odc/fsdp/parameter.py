@@ -32,12 +32,13 @@ _ADVICE = (
     "the gradient of paged parameter {fqn} lies in a page, not in .grad: to clip by the global "
     "norm pass max_grad_norm= to odc.paged (opt.grad_norm has the norm after opt.step()); to read "
     "it call opt.gradient(parameter), which returns a copy; loss scaling (GradScaler) is not "
-    "supported, use float32 or bfloat16; total_mem='unlimited' leaves .grad as in plain PyTorch"
+    "supported, use float32 or bfloat16; total_mem='unlimited' with update='step' leaves .grad as "
+    "in plain PyTorch"
 )
 _USED = (
     "the gradient of paged parameter {fqn} was used by the update and is gone: read it before "
-    "opt.step() with opt.gradient(parameter), and with update='step'; total_mem='unlimited' leaves "
-    ".grad as in plain PyTorch"
+    "opt.step() with opt.gradient(parameter), and with update='step'; total_mem='unlimited' with "
+    "update='step' leaves .grad as in plain PyTorch"
 )
 
 
@@ -150,10 +151,13 @@ def _demand(parameter: AbsentParameter, func: Callable[..., Any]) -> None:
     runtime = parameter._group.runtime
     if runtime is not None and runtime.adopt(parameter._group):
         return
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = f".{getattr(getattr(func, '__self__', None), '__name__', '')}"
     raise AbsentParameterError(
-        f"{getattr(func, '__name__', func)} reads paged parameter {parameter._fqn}, which is not "
-        f"on the device: read it inside `with model.resident({parameter._fqn!r}):` "
-        "(write=True to change it), or from model.state_dict()"
+        f"{name} reads paged parameter {parameter._fqn}, which is not on the device: read it in a "
+        f"`with model.resident({parameter._fqn!r}):` (write=True to change it), or from "
+        "model.state_dict()"
     )
 
 
@@ -178,8 +182,8 @@ _METHODS = _names(
     "size numel nelement dim ndimension stride element_size storage_offset data_ptr is_contiguous "
     "is_floating_point is_complex is_signed is_inference is_shared is_pinned is_same_size "
     "is_tensor get_device register_hook register_post_accumulate_grad_hook requires_grad_ "
-    "retain_grad __len__ __hash__ dim_order has_names zeros_like ones_like empty_like full_like "
-    "rand_like randn_like new_empty new_zeros new_ones new_full new_empty_strided"
+    "grad backward retain_grad __len__ __hash__ dim_order has_names zeros_like ones_like "
+    "empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_empty_strided"
 )
 
 

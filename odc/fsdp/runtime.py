@@ -59,7 +59,7 @@ class Runtime:
         self.calls: list[Call] = []  # whose backward runs
         self.update: Update | None = None
         self.updated_in_backward = False  # and opt.step() not called since
-        self.stepped = False  # opt.step() was called, and zero_grad not since
+        self.num_steps = 0
         self.micro = 0  # backwards since the last update
         self.forward_phase = Phase.FORWARD
         self._backward_task = -1
@@ -151,6 +151,7 @@ class Runtime:
         self.begin_backward()
         if not group.trainable:
             self._refuse_gradient(group, index)
+            return
         if self.update_in_backward and self.micro >= self.accumulate and not group.plain_grad:
             raise RuntimeError(
                 f"backward number {self.micro + 1} of a step, but accumulate={self.accumulate}: "
@@ -200,7 +201,6 @@ class Runtime:
         for group in self.groups:
             group.forget_gradients()
         self.micro = 0
-        self.stepped = False
 
     # -- values out of place ---------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Runtime:
         """An optimizer step is over."""
         self.micro = 0
         self.updated_in_backward = False
-        self.stepped = True
+        self.num_steps += 1
         for unit in self.units:
             unit.has_graph = False
         for order in self.orders:

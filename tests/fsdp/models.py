@@ -17,7 +17,7 @@ MOE = {
     "hidden_size": 128,
     "num_layers": 2,
     "num_heads": 4,
-    "num_experts": 6,
+    "num_experts": 5,
     "top_k": 2,
     "expert_size": 576,
     "mlp": "gelu",
@@ -150,7 +150,6 @@ def _seeded(kind: type[nn.Module]) -> nn.Module:
         return kind()
 
 
-# 0.02 makes routers so sure of nothing that experts change from batch to batch.
 _BUILDERS = {
     "dense": lambda: _transformer(DENSE),
     "dense, checkpointed": lambda: _transformer(DENSE, True),

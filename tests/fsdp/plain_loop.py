@@ -40,9 +40,9 @@ class Result:
 
 
 def batch(loop: Loop, step: int, micro: int) -> tuple[Tensor, Tensor]:
-    """(1, 16) tokens and the (1, 16) tokens after them."""
+    """(1, 8) tokens and the (1, 8) tokens after them."""
     generator = torch.Generator().manual_seed(1000 * loop.seed + 10 * step + micro)
-    tokens = torch.randint(0, VOCAB, (1, 17), generator=generator)
+    tokens = torch.randint(0, VOCAB, (1, 9), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 

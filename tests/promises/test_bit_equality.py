@@ -70,18 +70,75 @@ def paging(name: str, **options: object) -> Paging:
     return Paging(budget=BUDGETS.get(name, 12) * MIB, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("name", models.NAMES)
+EVERY_POLICY = (*POLICIES, "belady+oracle")
+CHECKPOINTED_EXPERTS = "moe, checkpointed"
+
+
+def models_and_updates():
+    """Every model; in the fast tier with one of the two updates."""
+    for index, name in enumerate(models.NAMES):
+        for update in UPDATES:
+            fast = update == UPDATES[index % 2]
+            yield pytest.param(name, update, marks=() if fast else (pytest.mark.slow,))
+
+
+@pytest.mark.parametrize("name, update", list(models_and_updates()))
 def test_every_model_trains_as_in_plain_pytorch(name, update):
     check(name, Loop(), paging(name, update=update))
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "belady+oracle"])
-@pytest.mark.parametrize("name", ["dense", "moe, checkpointed"])
-def test_no_policy_changes_a_bit(name, policy):
-    check(name, Loop(), paging(name, policy=policy, update="backward"))
+@pytest.mark.parametrize("policy", EVERY_POLICY)
+def test_no_policy_changes_a_bit(policy):
+    check("dense", Loop(), paging("dense", policy=policy, update="backward"))
 
 
-@pytest.mark.parametrize("name, update", [("dense", "backward"), ("moe, checkpointed", "step")])
+@pytest.mark.parametrize("policy", ["belady+oracle", "cost_aware+random"])
+def test_no_policy_changes_a_bit_where_the_order_of_experts_is_free(policy):
+    check(CHECKPOINTED_EXPERTS, Loop(), paging(CHECKPOINTED_EXPERTS, policy=policy))
+
+
+@pytest.mark.parametrize("name, update", [("dense", "backward"), (CHECKPOINTED_EXPERTS, "step")])
 def test_a_home_on_disk_changes_no_bit(name, update):
     check(name, Loop(), paging(name, home="disk", update=update))
+
+
+@pytest.mark.parametrize("name", ["tied, checkpointed", CHECKPOINTED_EXPERTS])
+def test_clipping_by_the_global_norm_is_torch_s(name):
+    check(name, Loop(max_grad_norm=0.3), paging(name))
+
+
+def test_groups_with_rates_and_decays_of_their_own_are_followed():
+    check("moe", Loop(decay_groups=True), paging("moe", update="backward"))
+
+
+def test_bfloat16_trains_as_in_plain_pytorch():
+    check("all sizes", Loop(), Paging(18 * MIB, update="backward"), torch.bfloat16)
+
+
+def test_evaluation_and_generation_between_steps_change_nothing():
+    check("moe", Loop(evaluate=True), paging("moe", update="backward"))
+
+
+@pytest.mark.parametrize(
+    "name, update, order",
+    [("moe", "step", "one backward"), ("called twice", "backward", "two backwards")],
+)
+def test_two_forwards_may_come_before_a_backward(name, update, order):
+    check(name, Loop(forwards_first=order), paging(name, update=update))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_groups_larger_than_a_page_are_walked_page_by_page(update):
+    check("all sizes", Loop(), Paging(20 * MIB, update=update, page_size=2 * MIB))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("policy", EVERY_POLICY)
+@pytest.mark.parametrize("name", models.NAMES)
+def test_the_cross_product_trains_as_in_plain_pytorch(name, policy, home, update):
+    clip = 0.3 if update == "step" else None
+    loop = Loop(max_grad_norm=clip, decay_groups=True, evaluate=home == "disk")
+    page_size = (2 if home == "disk" else 256) * MIB
+    check(name, loop, paging(name, policy=policy, home=home, update=update, page_size=page_size))
