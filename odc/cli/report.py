@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from odc.cli.exits import UsageError
+
 _EPILOG = """\
 example:
   odc report runs/first -o first.html
@@ -31,6 +33,13 @@ def run(args: argparse.Namespace) -> int:
     """Writes the report; returns the exit code."""
     from dashboard.report import write_report
 
-    write_report(args.run_dir, args.output)
+    if not args.run_dir.is_dir():
+        raise UsageError(f"{args.run_dir}: no such folder; give a run directory")
+    try:
+        write_report(args.run_dir, args.output)
+    except OSError as error:
+        raise UsageError(
+            f"{args.output}: cannot be written ({error.strerror}); name another file"
+        ) from error
     print(args.output)
     return 0

@@ -241,3 +241,12 @@ def test_dashboard_needs_a_folder_and_off_this_machine_a_token(profiled, capsys)
     assert "no such folder" in errors(capsys)[0]
     assert main(["dashboard", str(profiled), "--host", "0.0.0.0"]) == 2
     assert "token" in errors(capsys)[0]
+
+
+def test_report_writes_one_file_and_names_what_it_cannot_use(profiled, tmp_path, capsys):
+    assert main(["report", str(profiled), "-o", str(tmp_path / "run.html")]) == 0
+    assert "<html" in (tmp_path / "run.html").read_text()[:1000].lower()
+    assert main(["report", "/no/such/run", "-o", str(tmp_path / "none.html")]) == 2
+    assert "/no/such/run: no such folder" in errors(capsys)[0]
+    assert main(["report", str(profiled), "-o", str(tmp_path / "run.html" / "x.html")]) == 2
+    assert not (tmp_path / "none.html").exists()
