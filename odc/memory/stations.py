@@ -118,7 +118,7 @@ class OrderLibrary:
     def __init__(self, stations: Stations) -> None:
         self.stations = stations
         self.orders: dict[int, list[Visit]] = {}
-        self.successor: dict[int, int] = {}
+        self._followers: dict[int, dict[int, int]] = {}  # context -> how often which came next
         self.ctx = -1
         self.live: list[Visit] = []
         self.position = -1  # of the current visit in the recorded order
@@ -131,7 +131,8 @@ class OrderLibrary:
         """A pass in context ``ctx`` begins; the one before it is recorded."""
         if self.live:
             self._keep(self.ctx, self.live)
-            self.successor[self.ctx] = ctx
+            followers = self._followers.setdefault(self.ctx, {})
+            followers[ctx] = followers.get(ctx, 0) + 1
         self.ctx = ctx
         self.live = []
         self.position = -1
@@ -179,6 +180,11 @@ class OrderLibrary:
         seen = self.touched[set_index]
         self.touched[set_index] = used.copy() if seen is None else seen | used
 
+    def successor(self, ctx: int) -> int:
+        """The context that follows most often: an evaluation now and then is not expected."""
+        followers = self._followers.get(ctx)
+        return max(followers, key=lambda c: followers[c]) if followers else ctx
+
     def upcoming(self, max_cycles: int = 1) -> Iterator[Upcoming]:
         """Visits ahead: the rest of this pass, then whole passes of the contexts that follow."""
         eta = 0.0
@@ -192,7 +198,7 @@ class OrderLibrary:
             yield Upcoming(visit, eta, 0)
             eta += visit.dur_ns
         for cycle in range(1, max_cycles + 1):
-            ctx = self.successor.get(ctx, ctx)
+            ctx = self.successor(ctx)
             order = self.orders.get(ctx)
             if order is None:
                 return
