@@ -168,7 +168,7 @@ class MemoryManager(Pager):
         option = "memory.page_budget"
         need = least * FRAME_BYTES
         if self.ledger.fixed_page_bytes is None:
-            option, need = "memory.total_mem", -(-need * 4 // 3)
+            option, need = "memory.total_mem", 2 * need
         raise BudgetError(
             f"{option}: {format_bytes(frames * FRAME_BYTES)} for pages cannot train group {name}; "
             f"use at least {format_bytes(need)}, or smaller pages (memory.page_size)"
