@@ -69,9 +69,9 @@ class UnitHooks:
             return
         if module is runtime.model:
             runtime.begin_pass(args, kwargs)
-        self._enter(Event.PRE_FORWARD, runtime.forward_phase)
         self.around.update(runtime.stack)
-        runtime.stack.append(self)
+        runtime.stack.append(self)  # first: what fails from here on is cleaned up
+        self._enter(Event.PRE_FORWARD, runtime.forward_phase)
         if torch.is_grad_enabled():
             self.has_graph = True
             self._open = Call(self, runtime.tick())
@@ -196,7 +196,10 @@ class Call:
     def watch_outputs(self, output: Any) -> None:
         """After the forward. An input that is handed through is no output."""
         self.versions = [(group, group.updates) for group in self.hooks.groups.all]
-        for tensor in _tensors(output):
+        tensors = list(_tensors(output))
+        if not tensors and hasattr(output, "__dict__"):  # an answer in a class of its own
+            tensors = list(_tensors(list(vars(output).values())))
+        for tensor in tensors:
             if tensor.requires_grad and self.sources.get(id(tensor)) is not tensor.grad_fn:
                 tensor.register_hook(self.pre_backward)
         self.sources = {}

@@ -183,7 +183,8 @@ _METHODS = _names(
     "is_floating_point is_complex is_signed is_inference is_shared is_pinned is_same_size "
     "is_tensor get_device register_hook register_post_accumulate_grad_hook requires_grad_ "
     "grad backward retain_grad __len__ __hash__ dim_order has_names zeros_like ones_like "
-    "empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_empty_strided"
+    "empty_like full_like rand_like randn_like new_empty new_zeros new_ones new_full "
+    "new_empty_strided"
 )
 
 

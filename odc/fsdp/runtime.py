@@ -115,7 +115,6 @@ class Runtime:
                 call.hooks.suspend()
 
     def _end_backward(self) -> None:
-        self._backward_task = -1
         self.calls.clear()
         for unit in self.units:
             unit.release()
@@ -126,6 +125,7 @@ class Runtime:
             group.received.clear()
         if received:
             self.micro += 1
+        self._backward_task = -1  # last: what fails before is cleaned up
 
     def recover(self) -> None:
         """Clean up after an exception in a forward or a backward, if there was one."""

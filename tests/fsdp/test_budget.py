@@ -54,7 +54,7 @@ def named_budget(model: nn.Module, **options: object) -> int:
     return parse_size(words.split("at least ")[1].split(",")[0])
 
 
-@pytest.mark.parametrize("kind, update", list(zip(KINDS, UPDATES * 4, strict=True)))
+@pytest.mark.parametrize("kind, update", list(zip(KINDS, UPDATES * 5, strict=True)))
 def test_the_smallest_budget_trains_modules_as_people_write_them(kind, update):
     least = smallest_budget(make(kind))
     with paged_pair(make(kind), least // MIB, update=update) as (model, optimizer):

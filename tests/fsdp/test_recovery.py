@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from odc.errors import PageIOError
+from odc.memory.events import Phase
 from tests.fsdp.pair import assert_same, loss_of, paged_pair, train
 
 UPDATES = ("step", "backward")
@@ -126,3 +128,32 @@ def test_parameters_without_gradients_are_skipped_where_torch_skips_them(update)
         )
 
     assert_same(script, "moe, checkpointed", budget=14, update=update)
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_a_home_that_fails_once_leaves_no_trace(phase):
+    """The first access of a phase fails: in forward that of the root."""
+
+    def script(model, optimizer):
+        losses = train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        memory = getattr(model, "memory", None)
+        if memory is not None:
+            fail_once(memory, phase)
+            with pytest.raises(PageIOError):
+                loss_of(model, 2).backward()
+        return losses + train(model, optimizer, range(2, 5))
+
+    assert_same(script, budget=14)
+
+
+def fail_once(memory, phase):
+    access = memory.access
+
+    def failing(group, needs, now, part=None):
+        if now == phase:
+            memory.access = access
+            raise PageIOError("trap", page=0)
+        access(group, needs, now, part)
+
+    memory.access = failing
