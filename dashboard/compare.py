@@ -44,7 +44,6 @@ def run_row(run: RunData, baseline: RunData | None = None) -> RunRow:
     """Return a run's row; times and bytes are per step."""
     metrics = run.metrics
     losses = metrics["loss"][np.isfinite(metrics["loss"])]
-    traced = max(len(run.step_starts[0]), 1)
     return RunRow(
         name=run.name,
         policy=run.policy,
@@ -52,7 +51,7 @@ def run_row(run: RunData, baseline: RunData | None = None) -> RunRow:
         median_step_s=metrics.median("step_s"),
         stall_s=metrics.mean("stall_s"),
         compute_s=metrics.mean("compute_s"),
-        misses=float("nan") if run.misses is None else run.misses / traced,
+        misses=run.misses_per_step,
         bytes_in=metrics.mean("bytes_in"),
         bytes_out=metrics.mean("bytes_out"),
         loss=float(losses[-1]) if len(losses) else float("nan"),
@@ -206,18 +205,29 @@ def compare_verdict(rows: list[RunRow]) -> str:
         )
     best = min(comparable, key=lambda row: row.median_step_s)
     change = _ratio(best.median_step_s, base.median_step_s)
-    word = "shorter" if change < 0 else "longer"
-    losses = ""
-    if np.isfinite(best.loss_gap):
-        losses = (
-            ", with the same losses"
-            if best.loss_gap == 0
-            else f", losses within {units.number(best.loss_gap)}"
+    others = units.plural(len(comparable), "other run")
+    if change > -0.005 and len(comparable) == 1:
+        return (
+            f"“{best.name}” has the budget and corpus of “{base.name}” and no shorter step: "
+            f"{units.seconds(best.median_step_s)} against {units.seconds(base.median_step_s)}."
+        )
+    if change > -0.005:
+        return (
+            f"Of {others} with the same budget and corpus, none has a shorter step than "
+            f"“{base.name}” ({units.seconds(base.median_step_s)}); the next, “{best.name}”, has "
+            f"{units.seconds(best.median_step_s)}."
         )
     return (
-        f"Of {len(comparable)} other runs with the same budget and corpus, “{best.name}” has the "
-        f"shortest step: "
+        f"Of {others} with the same budget and corpus, “{best.name}” has the shortest step: "
         f"{units.seconds(best.median_step_s)} against {units.seconds(base.median_step_s)} of "
-        f"“{base.name}” ({units.share(abs(change))} {word}), stall "
-        f"{units.seconds(best.stall_s)} against {units.seconds(base.stall_s)} a step{losses}."
+        f"“{base.name}” ({units.share(-change)} less), stall {units.seconds(best.stall_s)} "
+        f"against {units.seconds(base.stall_s)} a step{_loss_words(best)}."
     )
+
+
+def _loss_words(row: RunRow) -> str:
+    if not np.isfinite(row.loss_gap):
+        return ""
+    if row.loss_gap == 0:
+        return ", with the same losses"
+    return f", losses within {units.number(row.loss_gap)}"

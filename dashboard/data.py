@@ -24,9 +24,11 @@ from dashboard.metrics import Metrics, metrics_from_steps, read_metrics
 from profiler import TraceError, TraceReader
 from profiler.analysis import Intervals, Table, num_rows, residency_intervals
 from profiler.layout import empty_pages, read_json
-from profiler.schema import ACTIONS, COMM, MEM, NEED, Act, Stream, policy_name
+from profiler.schema import ACTIONS, COMM, MEM, NEED, Act, Op, Stream, Tier, policy_name
 
 LIVE_SECONDS = 60.0
+FRAME_BYTES = 2 * 1024 * 1024
+"""A page takes whole frames on the device, and the budget counts those."""
 _NEED_COLUMNS = ("seq", "t_ns", "step", "micro", "phase", "group", "kind", "op", "tokens")
 
 
@@ -117,14 +119,31 @@ class RunData:
         return metrics_from_steps(self.reader.steps())
 
     @cached_property
+    def frame_bytes(self) -> np.ndarray:
+        """(P,) bytes of the frames that each page takes on the device."""
+        frames: np.ndarray = -(-self.pages["bytes"] // FRAME_BYTES) * FRAME_BYTES
+        return frames
+
+    @cached_property
     def groups(self) -> Groups:
         """The groups of the page table."""
         return make_groups(self.pages)
 
     @cached_property
     def intervals(self) -> Intervals:
-        """Where each page was and when."""
-        return residency_intervals(self.actions, need=self.need, pages=self.pages)
+        """Where each page was and when.
+
+        A page that was used and never moved was on the device all the time (small groups are
+        pinned, and in a large budget nothing moves).
+        """
+        found = residency_intervals(self.actions, need=self.need, pages=self.pages)
+        if not num_rows(self.need) or self.health.corrupt:
+            return found
+        key = self.pages["group"].astype(np.int64) * 256 + self.pages["kind"]
+        reads = self.need["op"] <= Op.WRITE
+        used = self.need["group"][reads].astype(np.int64) * 256 + self.need["kind"][reads]
+        still = np.isin(key, used) & ~np.isin(self.pages["page"], found.page)
+        return _with_still_pages(found, self.pages["page"][still], self.need["t_ns"])
 
     @cached_property
     def step_starts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -184,11 +203,13 @@ class RunData:
         return ""
 
     @cached_property
-    def misses(self) -> int | None:
-        """Demand loads, None without a trace."""
+    def misses_per_step(self) -> float:
+        """Demand loads a step: from the metrics, else of the traced steps; NaN if unknown."""
+        if self.metrics.known("misses"):
+            return self.metrics.mean("misses")
         if self.reader is None or not num_rows(self.actions):
-            return None
-        return int((self.actions["act"] == Act.LOAD).sum())
+            return float("nan")
+        return float((self.actions["act"] == Act.LOAD).sum() / max(len(self.step_starts[0]), 1))
 
     @cached_property
     def health(self) -> Health:
@@ -231,6 +252,19 @@ class RunStore:
             while len(self._runs) > self.capacity:
                 self._runs.popitem(last=False)
         return run
+
+
+def _with_still_pages(moved: Intervals, still: np.ndarray, t_ns: np.ndarray) -> Intervals:
+    """Add pages that stay on the device from the first to the last event."""
+    begin = int(min(t_ns.min(), moved.start_ns.min(initial=np.iinfo(np.int64).max)))
+    end = int(max(t_ns.max() + 1, moved.end_ns.max(initial=0)))
+    count = len(still)
+    page = np.concatenate([moved.page, still.astype(np.int64)])
+    order = np.argsort(page, kind="stable")
+    added = (np.full(count, int(Tier.DEVICE)), np.full(count, begin), np.full(count, end))
+    known = (moved.tier, moved.start_ns, moved.end_ns)
+    columns = (np.concatenate(pair)[order] for pair in zip(known, added, strict=True))
+    return Intervals(page[order], *columns)
 
 
 def _empty(stream: Stream) -> Table:

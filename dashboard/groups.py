@@ -23,7 +23,6 @@ class Groups:
         layer: (G,) i64, -1 for none.
         expert: (G,) i64, -1 for none.
         bytes: (G,) i64, all pages of the group.
-        parameter_bytes: (G,) i64.
     """
 
     group: np.ndarray
@@ -32,7 +31,6 @@ class Groups:
     layer: np.ndarray
     expert: np.ndarray
     bytes: np.ndarray
-    parameter_bytes: np.ndarray
 
     def __len__(self) -> int:
         return len(self.group)
@@ -53,8 +51,6 @@ def make_groups(pages: Table) -> Groups:
     number, first, inverse = np.unique(pages["group"], return_index=True, return_inverse=True)
     size = np.zeros(len(number), np.int64)
     np.add.at(size, inverse, pages["bytes"])
-    parameters = np.zeros(len(number), np.int64)
-    np.add.at(parameters, inverse, np.where(pages["kind"] == Kind.PARAMETER, pages["bytes"], 0))
     path = [str(text) for text in pages["module_path"][first]]
     layer = pages["layer"][first].astype(np.int64)
     expert = pages["expert"][first].astype(np.int64)
@@ -64,7 +60,7 @@ def make_groups(pages: Table) -> Groups:
         text if text and repeated[text] == 1 else f"{text} #{group}".strip()
         for text, group in zip(short, number.tolist(), strict=True)
     ]
-    return Groups(number.astype(np.int64), path, label, layer, expert, size, parameters)
+    return Groups(number.astype(np.int64), path, label, layer, expert, size)
 
 
 def _short(path: str, layer: int, expert: int) -> str:

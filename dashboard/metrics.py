@@ -13,7 +13,7 @@ from profiler.analysis import Table
 
 _SIZES = ("bytes_in", "bytes_out", "page_bytes", "peak_page_bytes", "transient_bytes")
 _TIMES = ("step_s", "compute_s", "stall_s", "comm_s")
-NAMES = ("step", "epoch", "loss", "tokens", *_TIMES, *_SIZES)
+NAMES = ("step", "epoch", "loss", "tokens", "misses", *_TIMES, *_SIZES)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,12 @@ def metrics_from_steps(steps: Table) -> Metrics:
     for name in NAMES:
         source = f"{name[:-2]}_ns" if name in _TIMES else name
         scale = 1e9 if name in _TIMES else 1.0
-        columns[name] = steps[source][order].astype(np.float64) / scale
+        known = source in steps
+        columns[name] = (
+            steps[source][order].astype(np.float64) / scale
+            if known
+            else np.full(len(order), np.nan)
+        )
     return Metrics(columns)
 
 

@@ -139,7 +139,7 @@ def group_table(run: RunData, found: GroupSteps, window: tuple[int, int]) -> Dat
     columns = (
         Column("group", "Group", numeric=False),
         Column("module_path", "Module", numeric=False),
-        Column("parameter_bytes", "Parameters", units.memory),
+        Column("bytes", "Pages", units.memory),
         Column("accesses", "Accesses", units.count),
         Column("demand_loads", "Demand loads", units.count),
         Column("loads_per_access", "Loads / access", units.number),
@@ -147,7 +147,7 @@ def group_table(run: RunData, found: GroupSteps, window: tuple[int, int]) -> Dat
     )
     labels, paths = run.groups.names(found.groups), run.groups.paths(found.groups)
     known = run.groups
-    sizes = dict(zip(known.group.tolist(), known.parameter_bytes.tolist(), strict=True))
+    sizes = dict(zip(known.group.tolist(), known.bytes.tolist(), strict=True))
     accesses, misses = found.accesses.sum(axis=1), found.misses.sum(axis=1)
     stall = found.stall_per_group
     rows = [

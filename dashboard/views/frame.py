@@ -16,6 +16,9 @@ RECORD_CODE = """\
 # the demo: profile, train predictors, train on with learned prefetch
 odc demo --run-dir runs/demo
 
+# a training run with every step traced
+odc profile tiny-moe --run-dir runs/profile
+
 # any PyTorch training loop
 from odc.monitor import Profiler
 

@@ -26,7 +26,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes on the device over time, reconstructed from page events.
+    """Bytes of frames on the device over time, reconstructed from page events.
 
     Attributes:
         t_ns: (T,) times of the samples.
@@ -44,7 +44,7 @@ class Resident:
 
 
 def resident_bytes(run: RunData, window: tuple[int, int], num_samples: int = 1_024) -> Resident:
-    """Sum the bytes of the pages on the device, by kind, at equally spaced times."""
+    """Sum the frames of the pages on the device, by kind, at equally spaced times."""
     begin, end = window_span(run, window)
     times = np.linspace(begin, end, num_samples, endpoint=False).astype(np.int64)
     stays, pages = run.intervals, run.pages
@@ -53,7 +53,7 @@ def resident_bytes(run: RunData, window: tuple[int, int], num_samples: int = 1_0
     by_kind = np.zeros((len(Kind), num_samples), np.int64)
     for kind in Kind:
         mine = pages["kind"][at] == kind
-        size = pages["bytes"][at[mine]]
+        size = run.frame_bytes[at[mine]]
         change = np.zeros(num_samples + 1, np.int64)
         np.add.at(change, np.searchsorted(times, stays.start_ns[here[mine]]), size)
         np.add.at(change, np.searchsorted(times, stays.end_ns[here[mine]]), -size)
@@ -134,6 +134,8 @@ def kinds_figure(resident: Resident, theme: Theme) -> go.Figure:
     fig = figure(theme, height=344)
     seconds = (resident.t_ns - resident.t_ns[0]) / 1e9
     for kind in Kind:
+        if not resident.by_kind[kind].any():
+            continue
         name = f"{kind.name.lower()}s"
         color = theme.series[kind.name.lower()]
         fig.add_scatter(
@@ -160,7 +162,7 @@ def group_bytes(run: RunData, window: tuple[int, int]) -> np.ndarray:
     at = np.minimum(np.searchsorted(pages["page"], stays.page[here]), num_rows(pages) - 1)
     row = np.searchsorted(run.groups.group, pages["group"][at])
     held = np.zeros((len(run.groups), len(Kind)))
-    np.add.at(held, (row, pages["kind"][at]), spent[here] * pages["bytes"][at] / (end - begin))
+    np.add.at(held, (row, pages["kind"][at]), spent[here] * run.frame_bytes[at] / (end - begin))
     return held
 
 
@@ -170,6 +172,8 @@ def groups_figure(run: RunData, held: np.ndarray, theme: Theme, most: int = 12) 
     labels = np.array(run.groups.names(run.groups.group[top]), object)
     fig = figure(theme, height=max(220, 80 + 22 * len(top)))
     for kind in Kind:
+        if not held[top, kind].any():
+            continue
         name = f"{kind.name.lower()}s"
         fig.add_bar(
             y=labels,
@@ -190,20 +194,22 @@ def group_table(run: RunData, held: np.ndarray, window: tuple[int, int]) -> Data
     columns = (
         Column("group", "Group", numeric=False),
         Column("module_path", "Module", numeric=False),
-        Column("bytes", "All pages", units.memory),
+        Column("bytes", "Content", units.memory),
         Column("parameter_bytes_mean", "Parameters", units.memory),
         Column("gradient_bytes_mean", "Gradients", units.memory),
         Column("moment_bytes_mean", "Moments", units.memory),
         Column("resident_share", "Resident", units.share),
     )
     groups = run.groups
+    row = np.searchsorted(groups.group, run.pages["group"])
+    frames = np.bincount(row, run.frame_bytes, len(groups))
     rows = [
         (
             groups.label[i],
             groups.path[i],
             int(groups.bytes[i]),
             *(float(v) for v in held[i]),
-            held[i].sum() / groups.bytes[i] if groups.bytes[i] else float("nan"),
+            held[i].sum() / frames[i] if frames[i] else float("nan"),
         )
         for i in np.argsort(-held.sum(axis=1), kind="stable").tolist()
     ]
@@ -357,15 +363,14 @@ def _how() -> tuple[How, ...]:
         ),
         How(
             "pages by kind",
-            "bytes of the pages that are on the device by their load, create, "
-            "evict and drop events; rounding up to frames is left out, so it may lie below the "
-            "account",
+            "frames of the pages that are on the device by their load, create, evict and drop "
+            "events; a small group keeps all its kinds in one page, shown as parameters",
             "MiB",
             "measured",
         ),
         How(
             "mean bytes",
-            "Σ page bytes × time on the device / length of the window",
+            "Σ frame bytes × time on the device / length of the window",
             "bytes",
             "measured",
         ),

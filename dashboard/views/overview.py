@@ -338,7 +338,12 @@ def _how() -> tuple[How, ...]:
             "measured",
         ),
         How("page budget", "memory.page_budget of the run", "MiB", "configured"),
-        How("misses / step", "demand loads / traced steps", "pages", "measured"),
+        How(
+            "misses / step",
+            "demand loads a step: misses of metrics.jsonl, else loads / traced steps",
+            "pages",
+            "measured",
+        ),
         How(
             "Max |Δ loss|",
             "largest difference of the loss from the first run's, same steps; 0 is "

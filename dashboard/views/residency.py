@@ -24,7 +24,7 @@ from dashboard.views.frame import (
 )
 from profiler.analysis import residency_matrix, select
 from profiler.residency import Residency
-from profiler.schema import Act, Kind, Tier
+from profiler.schema import Act, Kind, Phase, Tier
 
 TITLE = "Residency"
 QUESTION = "Which pages were on the device, and when?"
@@ -32,6 +32,13 @@ DEFAULT_STEPS = 3
 ORDERS = (("first_use", "kind and first use"), ("group", "group"))
 ABSENT = 3
 """Code of a gradient that does not exist, beside those of `Residency`: nowhere, and known to be."""
+
+_STATES = {
+    Residency.DEVICE: ("device", "2 on the device"),
+    Residency.HOME: ("home", "1 at home"),
+    ABSENT: ("absent", "3 no gradient exists"),
+    Residency.UNKNOWN: ("unknown", "0 unknown"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,14 @@ class ResidencyMap:
         page_rows: (P,) rows of the page table, in the order drawn.
         edges_ns: (B + 1,) borders of the time bins.
         codes: (P, B) u8, a `Residency` or `ABSENT`.
-        marks: First time of each traced step of the window, by step.
+        marks: (time, name) of what begins: traced steps, and evaluations, generations and
+            checkpoints within them.
     """
 
     page_rows: np.ndarray
     edges_ns: np.ndarray
     codes: np.ndarray
-    marks: dict[int, int]
+    marks: list[tuple[int, str]]
 
     def share(self, code: Residency) -> float:
         """Return the share of the known cells that have this code."""
@@ -79,14 +87,33 @@ def residency_map(
     begin, end = window_span(run, window)
     rows = page_order(run, order)
     matrix = residency_matrix(run.intervals, run.pages["page"][rows], num_bins, (begin, end))
-    steps, starts = run.step_starts
-    inside = (steps >= window[0]) & (steps <= window[1])
-    marks = dict(zip(steps[inside].tolist(), starts[inside].tolist(), strict=True))
     codes = matrix.codes
     gradients = run.pages["kind"][rows] == Kind.GRADIENT
     # A gradient has no home: where no event puts it on the device, there is none.
     codes[gradients] = np.where(codes[gradients] == Residency.DEVICE, Residency.DEVICE, ABSENT)
-    return ResidencyMap(rows, matrix.edges_ns, codes, marks)
+    return ResidencyMap(rows, matrix.edges_ns, codes, _marks(run, window))
+
+
+_EXTRAS = {
+    Phase.EVALUATION: "evaluation",
+    Phase.GENERATION: "generation",
+    Phase.OTHER: "save or other",
+}
+
+
+def _marks(run: RunData, window: tuple[int, int]) -> list[tuple[int, str]]:
+    """Return what begins in a window; with many steps only some of them."""
+    steps, starts = run.step_starts
+    inside = (steps >= window[0]) & (steps <= window[1])
+    pairs = list(zip(starts[inside].tolist(), steps[inside].tolist(), strict=True))
+    found = [(t_ns, f"step {step}") for t_ns, step in pairs[:: max(1, -(-len(pairs) // 10))]]
+    if len(pairs) <= 10:
+        phase, step = run.need["phase"], run.need["step"]
+        for wanted, name in _EXTRAS.items():
+            rows = np.flatnonzero((phase == wanted) & (step >= window[0]) & (step <= window[1]))
+            _, first = np.unique(step[rows], return_index=True)
+            found += [(t_ns, name) for t_ns in run.need["t_ns"][rows[first]].tolist()]
+    return sorted(found)
 
 
 def window_span(run: RunData, window: tuple[int, int]) -> tuple[int, int]:
@@ -119,12 +146,8 @@ def residency_figure(
         hovertemplate="%{y}<br>%{x:.4~f} s: state <b>%{z}</b> (2 device, 1 home, 3 none, 0 unknown)"
         "<extra></extra>",
     )
-    titles = {
-        "device": "2 on the device",
-        "home": "1 at home",
-        "absent": "3 no gradient exists",
-        "unknown": "0 unknown",
-    }
+    present = set(np.unique(codes).tolist())
+    titles = {name: title for code, (name, title) in _STATES.items() if code in present}
     add_swatches(fig, theme, titles, "square")
     _mark_steps(fig, found, theme)
     shown = found.page_rows[borders[:-1]]
@@ -146,7 +169,7 @@ def _state_scale(theme: Theme) -> list[list[object]]:
 def _mark_kinds(fig: go.Figure, kinds: np.ndarray, theme: Theme) -> None:
     """Name the bands of an order by kind."""
     starts = np.flatnonzero(np.diff(kinds, prepend=-1))
-    if len(starts) > len(Kind):
+    if not 1 < len(starts) <= len(Kind):
         return
     for start in starts.tolist():
         if start:
@@ -175,11 +198,8 @@ def _row_names(names: list[str], borders: np.ndarray) -> np.ndarray:
 
 
 def _mark_steps(fig: go.Figure, found: ResidencyMap, theme: Theme) -> None:
-    """Draw where steps begin; only some of them are labelled if there are many."""
-    every = max(1, -(-len(found.marks) // 10))
-    for index, (step, t_ns) in enumerate(found.marks.items()):
-        if index % every:
-            continue
+    """Draw where steps, evaluations and saves begin."""
+    for t_ns, name in found.marks:
         at = float(t_ns - found.edges_ns[0]) / 1e9
         fig.add_vline(x=at, line={"color": theme.text, "width": 1, "dash": "dot"}, opacity=0.55)
         fig.add_annotation(
@@ -190,7 +210,7 @@ def _mark_steps(fig: go.Figure, found: ResidencyMap, theme: Theme) -> None:
             yanchor="top",
             xanchor="left",
             showarrow=False,
-            text=f"step {step}",
+            text=name,
             font={"size": 11.5, "color": theme.text},
             bgcolor=theme.surface,
             opacity=0.85,
@@ -297,15 +317,16 @@ def build(run: RunData, state: ViewState, theme: Theme, max_rows: int = MAX_ROWS
 
 def _verdict(run: RunData, found: ResidencyMap, window: tuple[int, int]) -> str:
     begin, end = int(found.edges_ns[0]), int(found.edges_ns[-1])
-    held = float((_resident_ns(run, begin, end) * run.pages["bytes"]).sum() / (end - begin))
-    total = int(run.pages["bytes"].sum())
+    share = _resident_ns(run, begin, end) / (end - begin)
+    frames = float((share * run.frame_bytes).sum())
     rows = page_rows(run, window)
     again = sum(1 for row in rows if int(str(row[5])) + int(str(row[6])) > 1)
-    budget = f", under a budget of {units.memory(run.page_budget)}" if run.page_budget else ""
+    budget = f" under a budget of {units.memory(run.page_budget)}" if run.page_budget else ""
     return (
-        f"In {window_text(window)}, {units.memory(held)} of {units.memory(total)} of pages were on "
-        f"the device on average ({units.share(held / total if total else None)}){budget}; "
-        f"{again:,} of {units.plural(len(rows), 'page')} came in more than once."
+        f"In {window_text(window)}, {units.count(round(float(share.sum()), 1))} of "
+        f"{units.plural(len(rows), 'page')} were on the device on average "
+        f"({units.share(float(share.mean()))}), in {units.memory(frames)} of frames{budget}; "
+        f"{again:,} pages came in more than once."
     )
 
 

@@ -62,6 +62,7 @@ def test_the_limit_of_the_size_is_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "get_plotlyjs", lambda: "/* plotly.js v0 */")
+    monkeypatch.setattr(report, "_SCALES", (512, 64))
     whole = write_report(folder, tmp_path / "whole.html").stat().st_size
     small = write_report(folder, tmp_path / "small.html", max_bytes=whole // 2)
     assert small.stat().st_size <= whole // 2

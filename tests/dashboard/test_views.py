@@ -138,6 +138,18 @@ def test_hovering_names_group_kind_and_module(small: RunData) -> None:
     assert "L1 E3 · moment 1 · page" in text and "layers.1.moe.experts.3" in text
 
 
+def test_a_page_that_is_used_and_never_moves_is_on_the_device(
+    record: Callable[..., Path], open_run: Open
+) -> None:
+    run = open_run(record(steps=2))
+    page = int(run.pages["page"][0])
+    keep = run.actions["page"] != page
+    run.actions = {name: column[keep] for name, column in run.actions.items()}
+    found = residency.residency_map(run, (1, 2), "group")
+    row = np.flatnonzero(run.pages["page"][found.page_rows] == page)[0]
+    assert (found.codes[row] == Residency.DEVICE).all()
+
+
 def test_page_rows_count_the_loads_of_the_trace(small: RunData) -> None:
     rows = residency.page_rows(small, ALL)
     assert sum(row[5] for row in rows) == int((small.actions["act"] == Act.LOAD).sum())
