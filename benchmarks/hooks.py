@@ -36,12 +36,12 @@ class _Timer:
 
         def timed(pager: Pager, *args: Any, **kwargs: Any) -> Any:
             stalled = pager.counters.stall_ns
-            start = time.perf_counter_ns()
+            start = time.thread_time_ns()
             try:
                 return original(pager, *args, **kwargs)
             finally:
                 waited = pager.counters.stall_ns - stalled
-                ns.append(time.perf_counter_ns() - start - waited)
+                ns.append(time.thread_time_ns() - start)
 
         setattr(Pager, self.name, timed)
         return self

@@ -25,6 +25,8 @@ from odc.memory.victims import EvictionPolicy, Lru
 
 Need = tuple[Kind, Op]
 
+_REST = 3  # accesses to let pass after one for which there was nothing to load or write
+
 
 @dataclass(slots=True)
 class Counters:
@@ -260,6 +262,8 @@ class Pager:
         return self._visit
 
     _stale = False
+    _considered: Plan | None = None  # the plan that was last acted upon
+    _rest = 0  # accesses for which there is nothing to do
 
     def _enter(self, group: int, phase: Phase) -> Visit:
         station = self.stations.of_group[group]
@@ -429,8 +433,25 @@ class Pager:
             return
         room = self._flight_bytes - transfers.in_flight_bytes
         stores = tuning.early_stores - len(transfers.storing)
-        if room <= 0 and (stores <= 0 or not tuning.early_write_back):
+        if not self._worth_thinking(plan, room, stores):
             return
+        moved = transfers.bytes_in + transfers.bytes_out
+        self._act(plan, room, stores)
+        self._rest = 0 if transfers.bytes_in + transfers.bytes_out != moved else _REST
+
+    def _worth_thinking(self, plan: Plan, room: int, stores: int) -> bool:
+        """Whether enough has changed: a new plan, or lines that are about to run dry."""
+        if plan is not self._considered:
+            self._considered = plan
+            return True
+        if self._rest > 0:
+            self._rest -= 1
+            return False
+        early = self.tuning.early_write_back and stores == self.tuning.early_stores
+        return 2 * room >= self._flight_bytes or early
+
+    def _act(self, plan: Plan, room: int, stores: int) -> None:
+        transfers, tuning = self.transfers, self.tuning
         wanted = wanted_pages(self.table, plan, self._visit_start)
         if not len(wanted):
             return
