@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -199,12 +200,18 @@ class Profiler:
         groups = reader.process_groups
         return comm_matrix(reader.comm(), self.world_size, process_groups=groups).dense()
 
-    def visualize(self, show: bool = True, path: str | Path | None = None) -> str | None:
-        """Show the run in the dashboard, without stopping the training.
+    def visualize(
+        self, show: bool = True, path: str | Path | None = None, block: bool | None = None
+    ) -> str | None:
+        """Show the run in the dashboard.
+
+        While the profiler runs, training goes on beside the server. After it has stopped, the
+        server keeps a script alive until Ctrl-C; a notebook or an interactive session goes on.
 
         Args:
             show: Start a local server and print its address.
             path: Also write a report that needs no server to this file.
+            block: Whether to stay in the call while the server runs; None decides as above.
 
         Returns:
             The address, or the report's path if there is no server; None outside rank 0.
@@ -224,8 +231,11 @@ class Profiler:
         if show:
             from dashboard.app import serve
 
-            shown = str(serve(run_dir))
-            print(f"odc dashboard: {shown}")
+            if block is None:
+                block = not self.running and not _interactive()
+            shown = str(serve(run_dir, block=block))
+            if not block:  # a server that blocks has said so itself
+                print(f"odc dashboard: {shown}")
         return shown
 
     # Details.
@@ -327,3 +337,8 @@ class Profiler:
             write_atomic(self.run_dir / "summary.json", json.dumps(summary, indent=1).encode())
         except OSError as error:
             logger.warning("%s: summary.json was not written: %s", self._run_dir, error)
+
+
+def _interactive() -> bool:
+    """Whether a person is at a prompt, or a notebook runs this."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
