@@ -275,6 +275,10 @@ class ParamGroup:
 
     # -- values ----------------------------------------------------------------------------------
 
+    @property
+    def is_pinned(self) -> bool:
+        return self._pins > 0
+
     def pin_parameters(self, phase: Phase, op: Op = Op.READ) -> None:
         self.manager.access(self.group, [(Kind.PARAMETER, op)], phase)
         self._pins += 1

@@ -120,7 +120,7 @@ class UnitHooks:
         """Every node of ``call`` has run in this backward."""
         self.runtime.calls.remove(call)
         self.release()
-        for group in self.groups.own:
+        for group in self.groups.all:
             self.runtime.settle(group)
 
     def release(self) -> None:

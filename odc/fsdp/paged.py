@@ -260,8 +260,13 @@ def _make_groups(
                 own.append(group)
                 groups.append(group)
     for unit in units:
+        borrowed = {id(place.parameter) for place in unit.borrowed}
         for other in unit.tied:
-            groups_of[id(unit)].tied += groups_of[id(other)].own
+            groups_of[id(unit)].tied += [
+                group
+                for group in groups_of[id(other)].own
+                if any(id(place.parameter) in borrowed for place in group.places)
+            ]
     return groups, groups_of
 
 

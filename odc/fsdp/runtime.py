@@ -120,7 +120,7 @@ class Runtime:
             unit.release()
         received = False
         for group in self.groups:
-            self.settle(group)
+            self.settle(group, last=True)
             received = received or bool(group.received)
             group.received.clear()
         if received:
@@ -169,16 +169,23 @@ class Runtime:
             "for any torch.optim"
         )
 
-    def settle(self, group: ParamGroup) -> None:
-        """No more gradients come from the calls that ran: update, or put away until later."""
+    def settle(self, group: ParamGroup, last: bool = False) -> None:
+        """No more gradients come from the calls that ran: update, or put away until later.
+
+        Args:
+            group: of a call that is done.
+            last: the backward is over.
+        """
         if not group.unsettled:
             return
-        group.unsettled = False
-        if not group.complete:
-            self._park(group)
+        updates = group.complete and self.update_in_backward and self.last_micro
+        if updates and group.is_pinned and not last:  # somebody else's backward reads it
+            group.unpin_gradient()
             return
-        self.collective.reduce_gradients(group)
-        if self.update_in_backward and self.last_micro:
+        group.unsettled = False
+        if group.complete:
+            self.collective.reduce_gradients(group)
+        if updates:
             assert self.update is not None
             self.updated_in_backward = True
             self.update(group, Phase.BACKWARD)

@@ -32,7 +32,8 @@ class Unit:
         fqn, module: the module.
         owned: parameters that this unit owns.
         aliases: places of owned parameters in other modules (tied weights).
-        tied: units whose parameters this one uses as well.
+        borrowed: places in this unit of parameters that others own.
+        tied: the units that own them.
         parents: enclosing units, innermost first.
         layer, expert, set_index: place in the model, -1 where there is none.
     """
@@ -41,6 +42,7 @@ class Unit:
     module: nn.Module
     owned: list[Place] = field(default_factory=list)
     aliases: list[Place] = field(default_factory=list)
+    borrowed: list[Place] = field(default_factory=list)
     tied: list[Unit] = field(default_factory=list)
     parents: list[Unit] = field(default_factory=list)
     layer: int = -1
@@ -159,7 +161,10 @@ def _own(model: nn.Module, units: list[Unit]) -> None:
                 unit.owned.append(place)
             else:
                 owner.aliases.append(place)
-                if owner is not unit and owner not in unit.tied and owner not in unit.parents:
+                if owner is unit or owner in unit.parents:
+                    continue
+                unit.borrowed.append(place)
+                if owner not in unit.tied:
                     unit.tied.append(owner)
 
 
