@@ -267,10 +267,20 @@ class FramePool:
                     count += before
                 self._free.insert(at, (slot, count))
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Give every frame back to the system. The ranges they are mapped into must still exist."""
+        for address in list(self._mapped):
+            self.unmap(address)
+        self._free_arenas()
+
+    def _free_arenas(self) -> None:
         for base, num_bytes in getattr(self, "_arenas", ()):
             if _libc is not None:
                 _libc.munmap(base, num_bytes)
+        self._arenas = []
+
+    def __del__(self) -> None:
+        self._free_arenas()
 
 
 class FaultingPool(FramePool):

@@ -93,6 +93,7 @@ class MemoryManager(Pager):
         self._policy = policy
         self._tuning = tuning or Tuning(max_items=max_items)
         self.table = PageTable(max(parse_size(page_size) // FRAME_BYTES, 1) * FRAME_BYTES)
+        self._ranges: list[AddressRange] = []  # kept as long as frames may be mapped into them
         self.pool: FramePool | None = None
         self.home: Home | None = None
         self._built = False
@@ -115,6 +116,7 @@ class MemoryManager(Pager):
         keys += [(Kind.MOMENT, slot) for slot in range(spec.num_moments)]
         if spec.compact:
             whole = AddressRange(max(spec.state_bytes, 1))
+            self._ranges.append(whole)
             for index, key in enumerate(keys):
                 piece = (ctypes.c_uint8 * spec.num_bytes).from_address(
                     whole.address + index * spec.num_bytes
@@ -124,6 +126,7 @@ class MemoryManager(Pager):
             addresses = {(int(Kind.PARAMETER), 0): whole.address}
         else:
             ranges = {key: AddressRange(spec.num_bytes) for key in keys}
+            self._ranges += ranges.values()
             buffers = {key: r.buffer() for key, r in ranges.items()}
             addresses = {(int(k), slot): r.address for (k, slot), r in ranges.items()}
         return self.table.add_group(spec, addresses), buffers
@@ -237,3 +240,4 @@ class MemoryManager(Pager):
             self.transfers.engine.close()  # type: ignore[attr-defined]
             assert self.home is not None
             self.home.close()
+            self.pool.close()
