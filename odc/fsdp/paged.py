@@ -160,17 +160,21 @@ def paged(
     Args:
         model: built already (its parameters are moved into frames group by group), or on the meta
             device (then ``init`` fills them group by group and nothing is ever held in full).
-        optimizer: ``torch.optim.AdamW``, or None for a model that is not trained.
+        optimizer: ``torch.optim.AdamW``, or None for a model that is not trained, or (without a
+            budget) trained by any ``torch.optim``.
         total_mem: what pages, activations and gradients may take together, as bytes or ``"2GB"``;
             None keeps everything resident.
         page_budget: what pages may take, whatever the rest needs.
         home: ``"host"`` or ``"disk"``.
         home_dir: folder for a disk home.
-        init: called as ``init(fqn, module)`` for every module that owns parameters.
-        param_groups: called with the paged model, returns what ``torch.optim.AdamW`` takes.
+        init: called as ``init(fqn, module)`` for every module that owns parameters, or buffers, on
+            the meta device.
+        param_groups: called with the paged model, returns what ``torch.optim.AdamW`` takes; every
+            trainable parameter must be in it. Without it: those of ``model.parameters()``.
         update: ``"step"`` updates in ``opt.step()`` and suits any loop; ``"backward"`` updates each
-            group as soon as its gradient is final, which moves far fewer bytes: no clipping, and
-            ``accumulate`` must say how many backwards make a step.
+            group as soon as its gradient is final, which moves far fewer bytes: no clipping,
+            ``accumulate`` must say how many backwards make a step, and a step that was begun cannot
+            be thrown away.
         accumulate: backwards before ``opt.step()``; only ``update="backward"`` needs it.
         max_grad_norm: clip gradients by their global norm, as ``clip_grad_norm_`` does.
         memory: a manager made by hand, instead of the memory arguments above.
