@@ -82,9 +82,15 @@ class _Builder:
         self._wish: list[np.ndarray] = []
         self._wish_visit: list[int] = []
 
-    def use(self, pages: np.ndarray, eta_ns: float, prob: np.ndarray | None, visit: int) -> None:
+    def use(
+        self,
+        pages: np.ndarray,
+        eta_ns: float | np.ndarray,
+        prob: np.ndarray | None,
+        visit: int,
+    ) -> None:
         """Pages are used in ``eta_ns`` with probability ``prob`` (None: surely)."""
-        rate = 1.0 / max(eta_ns, _SOONEST_NS)
+        rate = 1.0 / np.maximum(eta_ns, _SOONEST_NS)
         alive, again = self._alive[pages], self._alive_next[pages]
         first = again < 0.0
         if prob is None:
@@ -103,6 +109,15 @@ class _Builder:
             pages = pages[prob >= self._threshold]
             self._wish.append(pages)
         self._wish_visit += [visit] * len(pages)
+
+    def append(self, tail: _Builder, visits: int) -> None:
+        """Uses of a pass that begins in ``visits`` visits come after all that was added."""
+        unused = self._alive_next < 0.0
+        again = np.where(unused, 1.0, self._alive_next)
+        self.keep += self._alive * tail.keep
+        self.keep_next += again * np.where(unused, tail.keep_next, tail.keep)
+        self._wish += tail._wish
+        self._wish_visit += [visit + visits for visit in tail._wish_visit]
 
     def finish(self, weight: np.ndarray) -> Plan:
         wish = np.concatenate(self._wish) if self._wish else np.zeros(0, np.int64)
@@ -141,6 +156,7 @@ class OrderPrefetcher:
         self.threshold = threshold
         self.limits = limits or Limits()
         self._last_phase = -1
+        self._tail: _Builder | None = None  # the pass after this one, as of the last phase
 
     def observe(self, visit: Visit, tokens: int) -> None:
         """Nothing is learned from a set's members but the order itself."""
@@ -151,6 +167,8 @@ class OrderPrefetcher:
     def advance(self, visit: Visit) -> bool:
         changed = visit.phase != self._last_phase or len(self.library.live) == 1
         self._last_phase = visit.phase
+        if changed:
+            self._tail = None
         is_set = self.stations.stations[visit.station].set_index >= 0
         return changed or (is_set and visit.phase in (Phase.FORWARD, Phase.EVALUATION))
 
@@ -160,11 +178,21 @@ class OrderPrefetcher:
         builder = _Builder(len(self.weight), self.threshold)
         if current is not None:
             self._use_current(builder, current, remaining)
-        for ahead, upcoming in enumerate(self.library.upcoming(), start=1):
+        ahead = 0
+        for ahead, upcoming in enumerate(self.library.rest(), start=1):
             self._use(builder, upcoming, ahead)
+        builder.append(self._following(), ahead)
         plan = builder.finish(self.weight)
         self._limit(plan)
         return plan
+
+    def _following(self) -> _Builder:
+        """The pass after this one. It is far: its plan is made once a phase and used again."""
+        if self._tail is None:
+            self._tail = _Builder(len(self.weight), self.threshold)
+            for ahead, upcoming in enumerate(self.library.following(), start=1):
+                self._use(self._tail, upcoming, ahead)
+        return self._tail
 
     def _use_current(self, builder: _Builder, current: Visit, remaining: list[int]) -> None:
         """What this visit still needs: a group's other kinds; of a set, what runs and what will."""
@@ -179,8 +207,12 @@ class OrderPrefetcher:
         )
         each = (recorded.dur_ns if recorded is not None else 0.0) / count
         running = [m for m in current.order[-1:] if m not in remaining]
-        for position, member in enumerate([*running, *remaining]):
-            builder.use(pages[members == member], position * each, None, 0)
+        order = [*running, *remaining]
+        position = np.full(len(current.used), -1)
+        position[order] = np.arange(len(order))
+        place = position[members]
+        by_order = np.argsort(place, kind="stable")[np.count_nonzero(place < 0) :]
+        builder.use(pages[by_order], place[by_order] * each, None, 0)
 
     def _recorded(self, visit: Visit) -> Visit | None:
         order = self.library.orders.get(self.library.ctx, [])

@@ -185,26 +185,32 @@ class OrderLibrary:
         followers = self._followers.get(ctx)
         return max(followers, key=lambda c: followers[c]) if followers else ctx
 
-    def upcoming(self, max_cycles: int = 1) -> Iterator[Upcoming]:
-        """Visits ahead: the rest of this pass, then whole passes of the contexts that follow."""
-        eta = 0.0
-        ctx = self.ctx
-        order = self.orders.get(ctx)
-        if order is None:
-            return
-        if 0 <= self.position < len(order):
-            eta = 0.5 * order[self.position].dur_ns
-        for visit in order[self.position + 1 :]:
+    def upcoming(self) -> Iterator[Upcoming]:
+        """Visits ahead: the rest of this pass, then the whole pass that is expected after it."""
+        yield from self.rest()
+        yield from self.following()
+
+    def rest(self) -> Iterator[Upcoming]:
+        """Visits ahead in this pass."""
+        eta = self._left_ns()
+        for visit in self.orders.get(self.ctx, [])[self.position + 1 :]:
             yield Upcoming(visit, eta, 0)
             eta += visit.dur_ns
-        for cycle in range(1, max_cycles + 1):
-            ctx = self.successor(ctx)
-            order = self.orders.get(ctx)
-            if order is None:
-                return
-            for visit in order:
-                yield Upcoming(visit, eta, cycle)
-                eta += visit.dur_ns
+
+    def following(self) -> Iterator[Upcoming]:
+        """Visits of the pass that is expected after this one."""
+        order = self.orders.get(self.ctx)
+        if order is None:
+            return
+        eta = self._left_ns() + sum(v.dur_ns for v in order[self.position + 1 :])
+        for visit in self.orders.get(self.successor(self.ctx), []):
+            yield Upcoming(visit, eta, 1)
+            eta += visit.dur_ns
+
+    def _left_ns(self) -> float:
+        """Compute left in the current visit: half of it, for all one knows."""
+        order = self.orders.get(self.ctx, [])
+        return 0.5 * order[self.position].dur_ns if 0 <= self.position < len(order) else 0.0
 
     def is_forward(self, phase: int) -> bool:
         return phase in _FORWARD

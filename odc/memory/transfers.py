@@ -251,8 +251,12 @@ class Transfers:
         table.evictable[page] = False
         self.num_resident -= 1
         ticket = self.engine.submit(CommandKind.RELEASE, table.pages[page], after)
-        self._evicting[page] = ticket
         frames = int(table.num_frames[page])
+        if not after and self.engine.poll(ticket):  # made at once
+            table.set_state(page, PageState.HOME)
+            self.free += frames
+            return
+        self._evicting[page] = ticket
         self._coming.append((ticket, frames))
         self._coming_frames += frames
 
@@ -287,10 +291,14 @@ class Transfers:
 
     def _poll(self) -> None:
         poll = self.engine.poll
-        for page in [p for p, t in self.loading.items() if poll(t)]:
-            self._arrived(page, self.loading[page])
-        for page in [p for p, s in self.storing.items() if poll(s.ticket)]:
-            self._stored(page, self.storing.pop(page))
+        if self.loading:
+            for page in [p for p, t in self.loading.items() if poll(t)]:
+                self._arrived(page, self.loading[page])
+        if self.storing:
+            for page in [p for p, s in self.storing.items() if poll(s.ticket)]:
+                self._stored(page, self.storing.pop(page))
+        if not self._evicting and not self._coming:
+            return
         for page in [p for p, t in self._evicting.items() if poll(t)]:
             del self._evicting[page]
             if self.table.state[page] == PageState.EVICTING:

@@ -73,7 +73,7 @@ def test_times_ahead_add_up_and_are_smoothed_from_pass_to_pass() -> None:
         for group in range(3):
             go(library, group, dur_ns=dur_ns)
     library.begin_pass(0)
-    assert [u.eta_ns for u in library.upcoming(0)] == pytest.approx([0.0, 130.0, 260.0])
+    assert [u.eta_ns for u in library.rest()] == pytest.approx([0.0, 130.0, 260.0])
 
 
 def test_a_branch_that_was_not_expected_finds_its_place_again() -> None:
@@ -113,7 +113,7 @@ def test_random_branches_keep_the_place_after_every_join(seed: int) -> None:
             key = library.live[-1].key
             if key in keys:
                 assert order[library.position].key == key
-                rest = [u.visit.key for u in library.upcoming(0)]
+                rest = [u.visit.key for u in library.rest()]
                 assert rest == keys[library.position + 1 :]
 
 
