@@ -20,7 +20,17 @@ _EXPORTS = {
     "PageIOError": "odc.errors",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = [
+    "AbsentParameterError",
+    "BudgetError",
+    "ConfigError",
+    "OdcError",
+    "PageIOError",
+    "PagedGradientError",
+    "PagedModule",
+    "__version__",
+    "paged",
+]
 
 if TYPE_CHECKING:
     from odc.errors import (
