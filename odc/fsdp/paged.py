@@ -181,7 +181,8 @@ def paged(
         **options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``.
 
     Returns:
-        The model and its optimizer (None without one).
+        The model and its optimizer (None without one). ``opt.state_dict()`` is that of
+        ``torch.optim.AdamW`` over the same parameters; by default those are the trainable ones.
 
     Raises:
         ValueError: an argument that cannot work; says what to change.
