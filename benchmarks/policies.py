@@ -30,7 +30,7 @@ from odc.train.config import load_config
 from odc.train.demo import CONFIG
 from odc.train.run_dir import RunDir, machine
 from odc.train.tasks import make_task
-from odc.train.trainer import train
+from odc.train.trainer import INTERRUPTED, train
 from predictor.train import train_predictor
 from profiler.analysis import set_use, set_visits
 from profiler.reader import TraceReader
@@ -87,7 +87,9 @@ def run(words: list[str], run_dir: Path, start: Path | None, tasks: dict[int, An
     if seed not in tasks:
         tasks[seed] = make_task(config)
     shutil.rmtree(run_dir, ignore_errors=True)
-    train(config, run_dir, start_from=start, task=tasks[seed])
+    outcome = train(config, run_dir, start_from=start, task=tasks[seed])
+    if outcome.status == INTERRUPTED:
+        raise KeyboardInterrupt
     gc.collect()
 
 

@@ -23,7 +23,7 @@ from odc.train.config import Config, load_config
 from odc.train.policy_table import compare_policies, format_table
 from odc.train.run_dir import RunDir
 from odc.train.tasks import Pretrain, make_task
-from odc.train.trainer import train
+from odc.train.trainer import INTERRUPTED, train
 
 CONFIG = Path(__file__).parent / "configs" / "demo.yaml"
 KINDS = ("lstm", "sklearn")
@@ -62,7 +62,7 @@ def run_demo(
     """Runs the whole job into ``root``.
 
     Args:
-        root: folder of the runs, new or empty.
+        root: folder of the runs, new or empty; what was done stays when Ctrl-C ends it.
         overrides: ``section.key=value`` on top of the demo's configuration.
         continue_steps: steps that each policy trains on.
         say: receives what to show.
@@ -94,7 +94,9 @@ def _config(overrides: Sequence[str], more: Sequence[str]) -> Config:
 
 
 def _train(config: Config, run_dir: Path, task: Pretrain, start_from: Path | None = None) -> None:
-    train(config, run_dir, start_from=start_from, task=task)
+    outcome = train(config, run_dir, start_from=start_from, task=task)
+    if outcome.status == INTERRUPTED:
+        raise KeyboardInterrupt
     gc.collect()  # a model is full of cycles, and holds its frames until they are found
 
 
