@@ -173,6 +173,11 @@ def _format(rows: list[Measured]) -> str:
         f"{row.stall_s / base.stall_s:>9.0%} {row.step_s / base.step_s:>7.0%}"
         for row in rows
     ]
+    compute = [row.step_s - row.stall_s for row in rows]
+    lines.append(
+        f"computing alone took {min(compute):.3f} to {max(compute):.3f} s a step: transfers beside "
+        "it and other work on this machine slow it down; steps that differ by less are alike"
+    )
     lines.append(
         f"losses are the same to the last bit: {base.first_loss:.6f} ... {base.last_loss:.6f}"
     )
