@@ -213,13 +213,15 @@ class PagedAdamW(torch.optim.Optimizer):
         needs = [(Kind.PARAMETER, Op.WRITE), (Kind.MOMENT, Op.WRITE)]
         for part in range(manager.table.parts(group.group)):
             manager.access(group.group, needs, phase, part)
-            chunks = [c for c in group.chunks(part) if group.has_gradient[c.index]]
-            if coefficient is not None:
-                for chunk in chunks:
-                    chunk.gradient.mul_(coefficient)
-            self._run_kernel(group, chunks)
-            manager.release(group.group, Kind.PARAMETER, part)
-            manager.release(group.group, Kind.MOMENT, part)
+            try:
+                chunks = [c for c in group.chunks(part) if group.has_gradient[c.index]]
+                if coefficient is not None:
+                    for chunk in chunks:
+                        chunk.gradient.mul_(coefficient)
+                self._run_kernel(group, chunks)
+            finally:
+                manager.release(group.group, Kind.PARAMETER, part)
+                manager.release(group.group, Kind.MOMENT, part)
         group.updates += 1
         # the fused kernel does not: a graph that saved the old values must say so
         torch.autograd.graph.increment_version(

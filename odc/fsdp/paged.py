@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -141,6 +142,7 @@ def paged(
     *,
     total_mem: int | str | None = None,
     page_budget: int | str | None = None,
+    page_size: int | str = "256MB",
     home: str = "host",
     home_dir: str | os.PathLike[str] | None = None,
     init: Init | None = None,
@@ -165,6 +167,7 @@ def paged(
         total_mem: what pages, activations and gradients may take together, as bytes or ``"2GB"``;
             None keeps everything resident.
         page_budget: what pages may take, whatever the rest needs.
+        page_size: upper limit of a page; smaller pages fit smaller budgets.
         home: ``"host"`` or ``"disk"``.
         home_dir: folder for a disk home.
         init: called as ``init(fqn, module)`` for every module that owns parameters, or buffers, on
@@ -191,7 +194,11 @@ def paged(
     _check(model, optimizer, update, accumulate, max_grad_norm, options)
     if memory is None:
         memory = MemoryManager(
-            total_mem=total_mem, page_budget=page_budget, home=home, home_dir=home_dir
+            total_mem=total_mem,
+            page_budget=page_budget,
+            page_size=page_size,
+            home=home,
+            home_dir=home_dir,
         )
     units, sets = find_units(model)
     has_meta = any(p.is_meta for p in model.parameters())
@@ -238,8 +245,14 @@ def _check(
             "max_grad_norm needs the norm of all gradients before the first update; "
             "use update='step'"
         )
-    if accumulate < 1:
-        raise ValueError(f"accumulate must be at least 1, got {accumulate}")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be a whole number of at least 1, got {accumulate!r}")
+    if max_grad_norm is not None and not (
+        isinstance(max_grad_norm, int | float) and 0 < max_grad_norm < math.inf
+    ):
+        raise ValueError(f"max_grad_norm must be a number above 0, got {max_grad_norm!r}")
+    if optimizer is not None and not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient; pass optimizer=None")
     devices = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
     if devices:
         raise ValueError(f"parameters on {', '.join(sorted(devices))}: pass a model on cpu or meta")

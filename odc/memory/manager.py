@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from odc.errors import BudgetError
+from odc.errors import BudgetError, OdcError
 from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind, Tier
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
@@ -241,3 +241,10 @@ class MemoryManager(Pager):
             assert self.home is not None
             self.home.close()
             self.pool.close()
+            # Not methods that ask at every access: only a closed manager pays for being closed.
+            for name in ("access", "open_set", "begin_pass"):
+                setattr(self, name, _refuse_closed)
+
+
+def _refuse_closed(*args: object, **kwargs: object) -> None:
+    raise OdcError("the model is closed, and its parameters are gone; build it again")

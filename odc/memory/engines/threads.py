@@ -13,6 +13,7 @@ whoever submits them, and a release that waited for a store is made by the threa
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -78,6 +79,7 @@ class ThreadEngine:
             CommandKind.CREATE: self._moves,
         }
         self._number = 0
+        self._pid = os.getpid()
         self._stopped = False
         self._workers = [
             threading.Thread(target=self._run, args=channels, name=f"odc-{name}", daemon=True)
@@ -99,6 +101,11 @@ class ThreadEngine:
         after = tuple(t for t in after if (t.done_ns < 0 or t.error) and not t.cancelled)
         ticket = Ticket(kind, page, after, priority, self._number, time.perf_counter_ns())
         self._number += 1
+        if os.getpid() != self._pid:
+            raise OdcError(
+                "a paged model was used in a forked process, which has no transfer threads; build "
+                "the model in the process that uses it"
+            )
         channel = self._channels[kind]
         if channel is self._moves and not after and page.num_frames <= _INLINE_FRAMES:
             ticket.started = True
