@@ -199,8 +199,7 @@ class Runtime:
 
     def forget_gradients(self) -> None:
         """All gradients of the model are zeroed."""
-        interrupted = bool(self.stack) or self._backward_task != -1
-        if self.updated_in_backward and not interrupted:
+        if self.updated_in_backward:
             raise RuntimeError(
                 "zero_grad() between backward and opt.step(): with update='backward' the update "
                 "has happened and cannot be undone; to skip updates use update='step'"
@@ -208,7 +207,6 @@ class Runtime:
         self.recover()
         for group in self.groups:
             group.forget_gradients()
-        self.updated_in_backward = False
         self.micro = 0
 
     # -- values out of place ---------------------------------------------------------------------

@@ -190,12 +190,20 @@ class Pager:
         if self.sink is not None:
             phase = self._visit.phase if self._visit is not None else Phase.OTHER
             self._write_need(group, kind, Op.DROP, 0, Phase(phase))
-        for page in self.table.of(group, kind):
+        ids = self.table.of(group, kind)
+        for page in ids:
             self.table.pins[page] -= 1
-            if self.table.state[page] == PageState.LOADING:
-                self.transfers.settle(page)
+        failed: Exception | None = None
+        for page in ids:  # all of them, whatever happens to one
+            try:
+                if self.table.state[page] == PageState.LOADING:
+                    self.transfers.settle(page)
+            except Exception as error:
+                failed = failed or error
             if self.table.state[page] == PageState.RESIDENT:
                 self.transfers.drop(page)
+        if failed is not None:
+            raise failed
 
     def forget(self, group: int, kind: Kind) -> None:
         """Content of unpinned pages is dead (a gradient that was zeroed)."""

@@ -7,6 +7,7 @@ RUN/trace/, RUN/checkpoints/
 """
 
 import datetime
+import fcntl
 import json
 import math
 import os
@@ -58,6 +59,7 @@ class RunDir:
         self.trace = path / "trace"
         self.checkpoints = path / "checkpoints"
         self._metrics_file: IO[str] | None = None
+        self._lock: int | None = None  # the folder, held open and locked
 
     def check_unused(self) -> None:
         """Refuses a folder that holds something already.
@@ -77,10 +79,11 @@ class RunDir:
         """Makes the folder and opens `metrics.jsonl`, without lines of `first_step` and later.
 
         Raises:
-            ConfigError: The folder cannot be written.
+            ConfigError: The folder cannot be written, or another process writes to it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
             kept = [line for line in self.read_metrics() if line["step"] < first_step]
             with atomic_path(self.metrics) as temporary:
                 temporary.write_text("".join(_line(m) for m in kept), encoding="utf-8")
@@ -90,6 +93,18 @@ class RunDir:
                 f"run directory {self.path}: cannot be written ({error.strerror}); "
                 "name another one (--run-dir)"
             ) from error
+
+    def _take_lock(self) -> None:
+        """One process writes to a run; the kernel lets go of the lock however that one ends."""
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"run directory {self.path}: another process is training in it; name another one "
+                "(--run-dir)"
+            ) from None
 
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Writes the line of a finished step.
@@ -133,7 +148,10 @@ class RunDir:
         return summary
 
     def close(self) -> None:
-        """Closes `metrics.jsonl`."""
+        """Closes `metrics.jsonl` and lets go of the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if self._metrics_file is not None:
             self._metrics_file.close()
             self._metrics_file = None
