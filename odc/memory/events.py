@@ -21,6 +21,9 @@ class Phase(IntEnum):
     OTHER = 6
 
 
+FORWARD_PHASES = (Phase.FORWARD, Phase.EVALUATION, Phase.GENERATION)
+
+
 class Kind(IntEnum):
     PARAMETER = 0
     GRADIENT = 1

@@ -34,7 +34,6 @@ class Counters:
 
     compute_ns: int = 0
     stall_ns: int = 0
-    plan_ns: int = 0
     accesses: int = 0
     misses: int = 0
     peak_page_bytes: int = 0
@@ -347,11 +346,9 @@ class Pager:
         self.transfers.poll()
         waiting = self._demand(pages)
         if self.prefetcher is not None:
-            start = self._engine.now_ns()
             if self._plan is None or self._stale:
                 self._make_plan()
             self._think()
-            self.counters.plan_ns += self._engine.now_ns() - start
         for page in waiting:
             self._settle(page)
 

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from odc.memory.events import Kind, Op, Phase
+from odc.memory.events import FORWARD_PHASES, Kind, Op
 from odc.memory.pages import PageTable
-
-_FORWARD = (Phase.FORWARD, Phase.EVALUATION, Phase.GENERATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,4 +211,4 @@ class OrderLibrary:
         return 0.5 * order[self.position].dur_ns if 0 <= self.position < len(order) else 0.0
 
     def is_forward(self, phase: int) -> bool:
-        return phase in _FORWARD
+        return phase in FORWARD_PHASES

@@ -58,9 +58,7 @@ class Belady:
         dirty: np.ndarray,
         write_back_weight: float,
     ) -> np.ndarray:
-        if keep is None:
-            return Lru().order(pages, last_use, keep, dirty, write_back_weight)
-        return pages[np.lexsort((last_use[pages], keep[pages]))]
+        return CostAware().order(pages, last_use, keep, dirty, 0.0)
 
 
 class CostAware:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from odc.memory.events import FORWARD_PHASES
 from odc.memory.plan import FutureScorer, Limits, OraclePrefetcher, Prefetcher
 from odc.memory.replay.simulate import PrefetchFactory
-from odc.memory.replay.workload import FORWARD_PHASES, Workload
+from odc.memory.replay.workload import Workload
 from odc.memory.stations import OrderLibrary
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from odc.errors import BudgetError
 from odc.memory.engines.virtual import VirtualEngine
-from odc.memory.events import Kind, Op, Phase, Tier
+from odc.memory.events import FORWARD_PHASES, Kind, Op, Phase, Tier
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.pager import Pager, Tuning
 from odc.memory.plan import Limits, Prefetcher
@@ -124,7 +124,7 @@ class _Simulation:
         if set_index < 0:
             return visit.bundles
         by_member = {self.member_of[b.group]: b for b in visit.bundles}
-        if visit.phase in (Phase.FORWARD, Phase.EVALUATION, Phase.GENERATION):
+        if visit.phase in FORWARD_PHASES:
             order = self.pager.open_set(set_index, sorted(by_member), visit.phase)
             self.forward_order[set_index] = order
         else:

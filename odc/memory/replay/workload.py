@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from odc.memory.events import Kind, Op, Phase
+from odc.memory.events import FORWARD_PHASES, Kind, Op, Phase
 from odc.memory.pages import PageTable
 
 Columns = dict[str, np.ndarray]
-FORWARD_PHASES = (Phase.FORWARD, Phase.EVALUATION, Phase.GENERATION)
 
 
 @dataclass(slots=True)
