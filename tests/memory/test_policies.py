@@ -18,7 +18,7 @@ from odc.memory.plan import Limits, Plan, Prefetcher, ReplayPrefetcher
 from odc.memory.replay import Link, SimResult, Workload, oracle_factory, simulate
 from odc.memory.stations import OrderLibrary, Visit
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
-from tests.memory.workloads import dense, experts, references
+from tests.memory.workloads import dense, experts, references, with_evaluation
 
 FAST = Link(1e15, latency_ns=0, frame_move_ns=0)
 DEMAND = Tuning(max_items=0, early_write_back=False)  # plans order evictions and load nothing
@@ -294,3 +294,14 @@ def test_page_prefetch_limits_how_far_ahead_pages_are_loaded() -> None:
     near = run(dense(12, 5), 0.5, popularity, limits=Limits(page_prefetch=0))
     far = run(dense(12, 5), 0.5, popularity)
     assert sum(near.misses[2:]) > sum(far.misses[2:]) == 0
+
+
+@pytest.mark.parametrize("prefetch", [None, popularity])
+def test_evaluating_and_saving_between_steps_count_for_no_step(prefetch: object) -> None:
+    plain = run(dense(8, 5), 0.5, prefetch)
+    evaluated = run(with_evaluation(dense(8, 5), 8), 0.5, prefetch)
+    assert evaluated.steps == plain.steps
+    assert evaluated.compute_ns == plain.compute_ns
+    assert evaluated.accesses == plain.accesses
+    # Less is resident after an evaluation than after a step; more than one pass is never loaded.
+    assert sum(evaluated.bytes_in) <= sum(plain.bytes_in) + 5 * 8 * FRAME_BYTES

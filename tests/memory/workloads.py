@@ -75,6 +75,22 @@ def dense(num_layers: int, steps: int) -> Workload:
     return Workload(page_columns(rows), visits, [])
 
 
+def with_evaluation(workload: Workload, num_layers: int) -> Workload:
+    """An evaluation behind each step, then a save that reads all moments."""
+    visits: list[RecordedVisit] = []
+    for step in workload.steps:
+        visits += [v for v in workload.visits if v.step == step]
+        first = len(visits)
+        for g in range(num_layers):
+            bundle = Bundle(g, [(P, Op.READ, 0)], COMPUTE_NS)
+            visits.append(RecordedVisit(step, 0, Phase.EVALUATION, 1, 1, [bundle]))
+        for g in range(num_layers):
+            bundle = Bundle(g, [(M, Op.READ, 0)])
+            visits.append(RecordedVisit(step, 0, Phase.OTHER, 1, 0, [bundle]))
+        visits[first].begins_pass = True
+    return Workload(workload.pages, visits, workload.sets)
+
+
 def experts(num_sets: int, members: int, top: int, steps: int, seed: int = 0) -> Workload:
     """Sets of which ``top`` members are used, some far oftener than others; with a backward."""
     rng = np.random.default_rng(seed)

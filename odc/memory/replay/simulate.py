@@ -22,6 +22,7 @@ from odc.memory.stations import OrderLibrary, Stations
 from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy
 
+_TRAINING_PHASES = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.OPTIMIZER)
 PrefetchFactory = Callable[[OrderLibrary, np.ndarray, Limits], Prefetcher | None]
 
 
@@ -43,7 +44,7 @@ class Link:
 
 @dataclass(slots=True)
 class SimResult:
-    """One entry a step, in order of ``steps``; times in ns, sizes in bytes."""
+    """One entry a training step, in order of ``steps``; times in ns, sizes in bytes."""
 
     steps: list[int] = field(default_factory=list)
     compute_ns: list[int] = field(default_factory=list)
@@ -91,20 +92,23 @@ class _Simulation:
         self.member_of = {g: m for groups in workload.sets for m, g in enumerate(groups)}
 
     def run(self) -> SimResult:
-        step: int | None = None
+        visits = self.workload.visits
+        ends = {v.step: at for at, v in enumerate(visits) if v.phase in _TRAINING_PHASES}
         self.engine.advance(self.workload.lead_ns)
-        for visit in self.workload.visits:
-            if step is not None and visit.step != step:
-                self.pager.end_update()
-                self._close_step(step)
-            step = self.pager.step = visit.step
+        for at, visit in enumerate(visits):
+            self.pager.step = visit.step
             self.pager.micro = visit.micro
             if visit.begins_pass:
                 self.pager.begin_pass(visit.ctx, visit.tokens)
             for bundle in self._ordered(visit):
                 self._run_bundle(bundle, visit.phase)
-        if step is not None:
-            self._close_step(step)
+            end = ends.get(visit.step, -1)
+            if at == end:
+                self.pager.end_update()
+                self._close_step(visit.step)
+            elif at > end:
+                # As in a run: what evaluating and saving move and wait for is not the step's.
+                self.pager.take()
         return self.result
 
     def _close_step(self, step: int) -> None:
