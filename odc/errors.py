@@ -59,5 +59,9 @@ class CheckpointError(OdcError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another model."""
 
 
+class DivergedError(OdcError, RuntimeError):
+    """The loss, or what a checkpoint would hold, is NaN or infinite."""
+
+
 class PredictorMismatchError(OdcError, ValueError):
     """A predictor was trained for another model than the one that runs."""

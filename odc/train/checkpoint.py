@@ -49,6 +49,10 @@ class CheckpointWriteError(OdcError, RuntimeError):
     """A checkpoint could not be written; those before it are as they were."""
 
 
+class NotFiniteError(OdcError, RuntimeError):
+    """A weight or moment is NaN or infinite: no run could go on from that."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Identity:
     """What a checkpoint belongs to.
@@ -100,6 +104,7 @@ def save(
 
     Raises:
         CheckpointWriteError: The disk is full or cannot be written.
+        NotFiniteError: A weight or moment is NaN or infinite; nothing is kept of the checkpoint.
     """
     final = folder / f"step-{step:06d}"
     partial = folder / f".{final.name}.{os.getpid()}.partial"
@@ -112,6 +117,9 @@ def save(
         _sync_folder(partial)
         _put_in_place(partial, final)
         _sync_folder(folder)
+    except NotFiniteError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointWriteError(
@@ -264,12 +272,24 @@ def _group_bytes(runtime: Runtime, optimizer: PagedAdamW, group: ParamGroup, op:
         try:
             for slot in range(num_slots):
                 for index in range(len(group.slots)):
-                    yield _bytes(group.view(kind, index, slot))
+                    view = group.view(kind, index, slot)
+                    if op == Op.READ:
+                        _check_finite(kind, group.slots[index].fqn, view)
+                    yield _bytes(view)
         finally:
             manager.release(group.group, kind)
     if group.trainable:
         for counter in optimizer.steps_of(group):
             yield _bytes(counter)
+
+
+def _check_finite(kind: Kind, fqn: str, tensor: torch.Tensor) -> None:
+    """Smallest and largest are NaN where any number is, and need no copy, as `isfinite` would."""
+    if tensor.numel() and tensor.is_floating_point():
+        least, most = torch.aminmax(tensor.detach())
+        if not (torch.isfinite(least) and torch.isfinite(most)):
+            what = "weights" if kind == Kind.PARAMETER else "optimizer moments"
+            raise NotFiniteError(f"the {what} of {fqn} hold NaN or infinity")
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -9,6 +9,7 @@ interrupted to the last bit.
 """
 
 import datetime
+import math
 import signal
 import sys
 import threading
@@ -20,7 +21,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from odc.errors import CheckpointError, ConfigError
 from odc.fsdp.optimizer import PagedAdamW
@@ -31,6 +31,7 @@ from odc.train import checkpoint
 from odc.train.checkpoint import Identity
 from odc.train.compose import make_memory, make_model, policy_name, prepare_process
 from odc.train.config import Config, dump_config
+from odc.train.divergence import diverged
 from odc.train.models import Transformer
 from odc.train.progress import Display
 from odc.train.recorder import Recorder
@@ -228,17 +229,23 @@ class Trainer:
         return _metrics(row, counters) | self._evaluate(step + 1)
 
     def _forward_backward(self, step: int) -> tuple[float, int]:
-        """Accumulates the gradients of a step; returns its loss and its tokens."""
+        """Accumulates the gradients of a step; returns its loss and its tokens.
+
+        Raises:
+            DivergedError: The loss is not finite.
+        """
         accumulate = self.config.train.accumulate
-        losses: list[Tensor] = []
+        losses: list[float] = []
         tokens = 0
         for micro in range(accumulate):
             batch = self.task.batch(step, micro)
             loss = self.task.loss(self.model, batch) / accumulate
+            losses.append(loss.item())
+            # Before backward, which may update weights.
+            self._check_finite(f"step {step}: the loss is", losses[-1])
             loss.backward()
-            losses.append(loss.detach())
             tokens += batch[0].numel()
-        return sum(loss.item() for loss in losses), tokens
+        return sum(losses), tokens
 
     def _evaluate(self, done: int) -> dict[str, Any]:
         """Evaluates if it is due; what that moves and waits for is not the step's."""
@@ -247,22 +254,31 @@ class Trainer:
             return {}
         start = time.perf_counter()
         loss = self.task.evaluate(self.model)
+        self._check_finite(f"step {done - 1}: the loss on held-back text after it is", loss)
         self.manager.take()
         return {"eval_loss": loss, "eval_s": time.perf_counter() - start}
+
+    def _check_finite(self, what: str, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise diverged(f"{what} {loss}", self.config, self.run_dir)
 
     def _save_is_due(self, done: int, last: bool) -> bool:
         every = self.config.checkpoint.every
         return every is not None and (last or done % every == 0)
 
     def _save(self, done: int) -> None:
-        checkpoint.save(
-            self.run_dir.checkpoints,
-            done,
-            self.model,
-            self.optimizer,
-            self.identity,
-            keep=self.config.checkpoint.keep,
-        )
+        try:
+            checkpoint.save(
+                self.run_dir.checkpoints,
+                done,
+                self.model,
+                self.optimizer,
+                self.identity,
+                keep=self.config.checkpoint.keep,
+            )
+        except checkpoint.NotFiniteError as error:
+            what = f"step {done - 1}: after it {error}"
+            raise diverged(what, self.config, self.run_dir) from error
         self.manager.take()
 
     # Records.

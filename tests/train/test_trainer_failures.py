@@ -2,13 +2,17 @@
 
 import errno
 import json
+import math
 
 import pytest
 
-from odc.errors import BudgetError, PageIOError
+from odc.cli.exits import FAILURE, exit_code
+from odc.errors import BudgetError, DivergedError, PageIOError
+from odc.memory.events import Kind, Op, Phase
 from odc.memory.home import DiskHome
 from odc.train import checkpoint
 from odc.train.run_dir import RunDir
+from odc.train.tasks import Pretrain
 from odc.train.trainer import Trainer, train
 from profiler import TraceReader
 
@@ -92,3 +96,74 @@ def test_a_trace_that_cannot_be_written_does_not_stop_training(make_config, tmp_
     outcome = train(make_config(**{"train.steps": 3}), tmp_path / "run")
     assert outcome.status == "finished"
     assert TraceReader(tmp_path / "run").dropped_events > 0
+
+
+class Poisoned(Pretrain):
+    """Pretraining whose loss is no number in a step's second micro-batch, or after a step."""
+
+    def __init__(self, config, bad_step=None, bad_evaluation=False):
+        super().__init__(config)
+        self.bad_step, self.bad_evaluation = bad_step, bad_evaluation
+        self.at = (0, 0)
+
+    def batch(self, step, micro):
+        self.at = (step, micro)
+        return super().batch(step, micro)
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss * math.nan if model.training and self.at == (self.bad_step, 1) else loss
+
+    def evaluate(self, model):
+        return math.inf if self.bad_evaluation else super().evaluate(model)
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_a_loss_that_is_no_number_ends_the_run(make_config, read_metrics, tmp_path, update):
+    keys = {"checkpoint.every": 2, "train.accumulate": 2, "optimizer.update": update}
+    config, run_dir = make_config(**keys), tmp_path / "run"
+    with pytest.raises(DivergedError) as caught:
+        train(config, run_dir, task=Poisoned(config, bad_step=5))
+    assert exit_code(caught.value) == FAILURE
+    told, lines = str(caught.value), read_metrics(run_dir)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert told.startswith("step 5: the loss is nan, expected a finite number")
+    assert f"last finite loss: {lines[-1]['loss']:.4g} in step 4" in told
+    assert "optimizer.lr (now 0.003)" in told and "optimizer.max_grad_norm" in told
+    assert told.endswith(f"--from {run_dir / 'checkpoints' / 'step-000004'}")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "failed" and summary["reason"] == told
+    assert summary["final_loss"] == lines[-1]["loss"]
+    train(config, run_dir, resume=True)
+    train(config, tmp_path / "whole")
+    resumed, whole = read_metrics(run_dir), read_metrics(tmp_path / "whole")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+
+
+def test_an_evaluation_that_is_infinite_ends_the_run(make_config, tmp_path):
+    config = make_config(**{"train.eval_every": 2, "train.steps": 3})
+    with pytest.raises(DivergedError, match=r"step 1: .*held-back.* is inf.*no checkpoint"):
+        train(config, tmp_path / "run", task=Poisoned(config, bad_evaluation=True))
+
+
+@pytest.mark.parametrize("kind", [Kind.PARAMETER, Kind.MOMENT])
+def test_no_checkpoint_is_written_of_what_is_not_finite(make_config, tmp_path, kind):
+    trainer = Trainer(
+        make_config(**{"checkpoint.every": 2, "train.eval_every": None}), RunDir(tmp_path / "run")
+    )
+    step = trainer._step
+
+    def spoil_after_step_3(number):
+        metrics = step(number)
+        if number == 3:
+            group = trainer.runtime.groups[-1]
+            trainer.manager.access(group.group, [(kind, Op.WRITE)], Phase.OTHER)
+            group.view(kind, 0, 0).view(-1)[0] = math.nan
+            trainer.manager.release(group.group, kind)
+        return metrics
+
+    trainer._step = spoil_after_step_3
+    with pytest.raises(DivergedError, match=r"step 3: after it the .* hold NaN.*step-000002"):
+        trainer.run()
+    trainer.close()
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
