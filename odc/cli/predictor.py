@@ -21,7 +21,9 @@ examples:
   odc predictor eval runs/profile --model predictors/lstm --budget 300MB --link 2GB/s --json
 
 The shipped scheduler runs the latest 30 % of the traced steps again on a virtual clock, once for
-each policy, after warming up on the steps before them. Figures are means over those steps.
+each policy, after warming up on the steps before them. Figures are means over those steps. The row
+marked "measured" is what the run itself took over them: its distance from the simulated row of the
+same policy tells how far to trust the others.
 """
 
 

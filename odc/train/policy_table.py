@@ -1,7 +1,8 @@
 """Policies side by side: the held-out steps of a trace, run again under each of them.
 
 Needs are the trace's own, so every policy faces the same computation; the scheduler is the one that
-trains, on a virtual clock. Learned models see what they would see in the run.
+trains, on a virtual clock. Learned models see what they would see in the run. Beside them stands
+what the run itself measured over the same steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,14 @@ from odc.memory.replay import Link, SimResult, Workload, oracle_factory, simulat
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
 from odc.sizes import format_bytes, parse_rate, parse_size
 from odc.train.compose import predictor_factory, prefetch_factory
+from odc.train.run_dir import RunDir
 from profiler.reader import TraceReader
 
 HELD_OUT = 0.3
 # Steps before the held-out ones on which recorded orders and popularity form.
 _WARMUP_STEPS = 50
+_EVICTIONS: dict[str, type[Lru] | type[CostAware]] = {"lru": Lru, "cost_aware": CostAware}
+_PREFETCHES = ("none", "next_k", "replay", "popularity")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,14 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class PolicyTable:
-    """A comparison of policies on one run."""
+    """A comparison of policies on one run.
+
+    Attributes:
+        rows: Simulated, a policy each.
+        measured: What the run measured over the same steps, under its own policy, budget and link;
+            `None` where it has no `metrics.jsonl`.
+        measured_budget_bytes: Bytes for pages that the run had.
+    """
 
     run: str
     budget_bytes: int
@@ -57,6 +68,8 @@ class PolicyTable:
     first_step: int
     num_steps: int
     rows: list[PolicyRow]
+    measured: PolicyRow | None
+    measured_budget_bytes: int | None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the table as JSON values."""
@@ -89,8 +102,9 @@ def compare_policies(
     bandwidth = _bandwidth(run_dir, reader, memory, link)
     steps, first = _held_out(run_dir, reader)
     workload = Workload.from_trace(reader.need(), reader.pages, steps)
+    own = str(memory.get("policy", ""))
     rows = []
-    for policy, eviction, prefetch in _policies(workload, models):
+    for policy, eviction, prefetch in _policies(workload, models, own):
         result = simulate(
             workload,
             budget_bytes=budget_bytes,
@@ -100,37 +114,73 @@ def compare_policies(
         )
         rows.append(_row(policy, result.after(first)))
     return PolicyTable(
-        str(run_dir), budget_bytes, bandwidth, first, len(range(first, steps.stop)), rows
+        run=str(run_dir),
+        budget_bytes=budget_bytes,
+        link_bandwidth=bandwidth,
+        first_step=first,
+        num_steps=len(range(first, steps.stop)),
+        rows=rows,
+        measured=_measured(run_dir, own, range(first, steps.stop)),
+        measured_budget_bytes=memory.get("page_budget"),
     )
 
 
 def format_table(table: PolicyTable) -> str:
-    """Returns the comparison as text, a line for each policy."""
+    """Returns the comparison as text: a line for each policy, the measured one beside its like."""
     lines = [
         f"{table.run}: steps {table.first_step} to {table.first_step + table.num_steps - 1}, "
         f"budget {format_bytes(table.budget_bytes)}, link {table.link_bandwidth / 1e9:.2f}GB/s; "
         "means of a step",
-        f"{'policy':<24}{'misses':>9}{'bytes in':>11}{'bytes out':>11}"
-        f"{'stall s':>10}{'step s':>10}",
+        f"{'policy':<34}{'misses':>8}{'bytes in':>10}{'bytes out':>10}{'stall s':>9}{'step s':>9}",
     ]
-    lines += [
-        f"{row.policy:<24}{row.misses:>9.1f}{format_bytes(round(row.bytes_in)):>11}"
-        f"{format_bytes(round(row.bytes_out)):>11}{row.stall_s:>10.4f}{row.step_s:>10.4f}"
-        for row in table.rows
-    ]
+    measured = table.measured
+    for row in table.rows:
+        lines.append(_format_row(row, row.policy))
+        if measured is not None and measured.policy == row.policy:
+            lines.append(_format_row(measured, f"{row.policy} (measured)"))
+    if measured is None:
+        return "\n".join(lines)
+    if all(row.policy != measured.policy for row in table.rows):
+        lines.append(_format_row(measured, f"{measured.policy} (measured)"))
+    own = table.measured_budget_bytes
+    budget = (
+        f" with its own budget of {format_bytes(own)}" if own != table.budget_bytes and own else ""
+    )
+    lines.append(
+        f"measured: what the run itself took over these steps{budget}, the scheduler's own time "
+        "included;\nall other rows are simulated: computing as recorded, and waiting"
+    )
     return "\n".join(lines)
 
 
+def _format_row(row: PolicyRow, label: str) -> str:
+    return (
+        f"{label:<34}{row.misses:>8.1f}{format_bytes(round(row.bytes_in)):>10}"
+        f"{format_bytes(round(row.bytes_out)):>10}{row.stall_s:>9.4f}{row.step_s:>9.4f}"
+    )
+
+
 def _policies(
-    workload: Workload, models: Sequence[Path]
+    workload: Workload, models: Sequence[Path], own: str
 ) -> Iterator[tuple[str, EvictionPolicy, PrefetchFactory | None]]:
-    yield "lru+none", Lru(), None
-    yield "lru+next_k", Lru(), prefetch_factory("next_k")
-    yield "lru+replay", Lru(), prefetch_factory("replay")
-    yield "cost_aware+popularity", CostAware(), prefetch_factory("popularity")
+    names = [("lru", "none"), ("lru", "next_k"), ("lru", "replay"), ("cost_aware", "popularity")]
+    eviction, _, prefetch = own.partition("+")
+    # So that what was measured has its like, where no model and no future is needed for it.
+    if (eviction, prefetch) not in names and eviction in _EVICTIONS and prefetch in _PREFETCHES:
+        names.append((eviction, prefetch))
+    for eviction, prefetch in names:
+        yield f"{eviction}+{prefetch}", _EVICTIONS[eviction](), prefetch_factory(prefetch)
     for path in models:
         yield f"cost_aware+{_kind(path)}", CostAware(), predictor_factory(path)
     yield "belady+oracle", Belady(), oracle_factory(workload)
+
+
+def _measured(run_dir: Path, policy: str, steps: range) -> PolicyRow | None:
+    taken = [m for m in RunDir(run_dir).read_metrics() if m["step"] in steps]
+    if not taken:
+        return None
+    names = ("misses", "bytes_in", "bytes_out", "stall_s", "step_s")
+    return PolicyRow(policy, *(sum(m.get(name) or 0 for m in taken) / len(taken) for name in names))
 
 
 def _kind(path: Path) -> str:

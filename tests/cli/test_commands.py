@@ -203,6 +203,30 @@ def test_eval_compares_every_policy_on_held_out_steps(profiled, predictor, capsy
     assert "belady+oracle" in capsys.readouterr().out
 
 
+def test_eval_shows_what_the_run_measured_beside_the_simulated_row(profiled, capsys):
+    arguments = ["predictor", "eval", str(profiled), "--link", "500MB/s"]
+    assert main([*arguments, "--json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    metrics = [json.loads(m) for m in (profiled / "metrics.jsonl").read_text().splitlines()][8:]
+    for key in ("misses", "bytes_in", "bytes_out", "stall_s", "step_s"):
+        mean = sum(m[key] for m in metrics) / len(metrics)
+        assert table["measured"][key] == pytest.approx(mean)
+    assert main([*arguments, "--budget", "14MB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if "(measured)" in line)
+    assert lines[at - 1].split()[0] == lines[at].split()[0] == "cost_aware+popularity"
+    assert "its own budget of 12MB" in lines[at + 2]
+
+
+def test_eval_simulates_the_runs_own_policy_too(tiny, tmp_path, capsys):
+    policy = ["memory.evict_strategy=cost_aware", "memory.prefetch=replay"]
+    assert main(["profile", *tiny, *policy, "--run-dir", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["predictor", "eval", str(tmp_path / "run")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert sum(words[0] == "cost_aware+replay" for words in lines) == 2
+
+
 def test_eval_refuses_what_it_cannot_judge(profiled, predictor, tmp_path, capsys):
     assert main(["predictor", "eval", str(tmp_path)]) == 2
     assert "expected a trace" in errors(capsys)[0]
