@@ -19,7 +19,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from predictor.card import make_card, trace_record
-from predictor.features import HELD_OUT, Structure, Visits, join_runs, split_by_time
+from predictor.features import (
+    HELD_OUT,
+    TRAIN,
+    VALIDATION,
+    Structure,
+    Visits,
+    join_runs,
+    next_visits,
+    split_by_time,
+)
 from predictor.io import PredictorError
 from predictor.model import Advance, predictor_class
 from predictor.quality import compare_quality
@@ -28,6 +37,7 @@ from profiler.reader import TraceReader
 from profiler.schema import Phase
 
 PHASES = (Phase.FORWARD, Phase.EVALUATION, Phase.GENERATION)
+ENOUGH_STEPS = 20  # 15 % of them are three passes, which give examples of one set, too
 NEED_COLUMNS = ("seq", "step", "micro", "phase", "group", "kind", "op", "tokens")
 
 
@@ -56,7 +66,8 @@ def train_predictor(
         The model card, and `out_dir` with the path written.
 
     Raises:
-        ValueError: unknown kind; no run; runs of different models; no visits of sets in the traces.
+        ValueError: unknown kind; no run; runs of different models; no visits of sets in the traces,
+            or too few.
         profiler.errors.TraceError: a trace is missing or damaged.
     """
     make = predictor_class(kind)
@@ -65,6 +76,7 @@ def train_predictor(
     visits = join_runs(runs)
     part = split_by_time(visits, held_out=0.0 if held_out_runs else 0.15)
     part[visits.run >= len(run_dirs)] = HELD_OUT
+    check_enough(directories, visits, part)
     predictor = make(visits.structure)
     began = time.perf_counter()
     with show_progress(f"training {kind}") as advance:
@@ -95,6 +107,30 @@ def read_visits(
             "from runs of a mixture-of-experts model profiled at every step (odc profile)"
         )
     return visits
+
+
+def check_enough(directories: Sequence[Path], visits: Visits, part: np.ndarray) -> None:
+    """Refuses runs that leave nothing to learn from, to stop at or to judge on.
+
+    Raises:
+        PredictorError: says how many steps and examples came, and how many are needed.
+    """
+    following = next_visits(visits)
+    inside = (following >= 0) & (part[following] == part[:, None])
+    whole, some = inside.all(axis=1), inside.any(axis=1)
+    learn, stop, judge = (
+        int((rows & (part == which)).sum())
+        for which, rows in ((TRAIN, whole), (VALIDATION, whole), (HELD_OUT, some))
+    )
+    if learn >= 2 and stop >= 2 and judge >= 1:
+        return
+    steps = len(np.unique(np.stack([visits.run, visits.step]), axis=1).T)
+    raise PredictorError(
+        f"{', '.join(map(str, directories))}: expected at least 2 examples to learn from, 2 to "
+        f"stop the training and 1 to judge it, got {learn}, {stop} and {judge} from {steps} steps; "
+        f"record a run of at least {ENOUGH_STEPS} steps (odc profile ... "
+        f"train.steps={ENOUGH_STEPS}), some hundred for a good predictor"
+    )
 
 
 def visits_from_tables(need: Table, pages: Table) -> Visits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,6 +79,28 @@ def test_a_trace_without_sets_is_refused_with_advice(tmp_path):
         writer.need(0, 1, 0, 0, 0, 0, 0, 0, 0, 5, 8)
     with pytest.raises(PredictorError, match="no expert sets"):
         read_visits(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("steps", "got"),
+    [([0, 0], "2, 0 and 0 from 1 "), ([0, 1, 2, 3, 4, 5, 5, 5, 5], "8, 6 and 0 from 6 ")],
+)
+def test_too_few_steps_are_refused_with_how_many_are_needed(
+    kind, steps, got, tmp_path, dependent_visits, write_run
+):
+    visits = dependent_visits(passes=len(steps), num_sets=2, members=6)
+    visits = replace(visits, step=np.repeat(steps, 2))
+    with pytest.raises(PredictorError, match=f"run: expected .*got {got}steps; .*at least 20"):
+        train_predictor([write_run(tmp_path / "run", visits)], kind, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("num_sets", [1, 4])
+def test_twenty_steps_are_enough(num_sets, tmp_path, dependent_visits, write_run):
+    run = write_run(tmp_path / "run", dependent_visits(passes=20, num_sets=num_sets))
+    card = train_predictor([run], "sklearn", tmp_path / "out")
+    assert card["held_out"]["sklearn"]["pairs"] > 0
 
 
 def test_an_unknown_kind_is_refused_before_anything_is_read(tmp_path):
