@@ -27,7 +27,7 @@ class RunRow:
     name: str
     policy: str
     steps: int
-    median_step_s: float
+    mean_step_s: float
     stall_s: float
     compute_s: float
     misses: float
@@ -48,7 +48,7 @@ def run_row(run: RunData, baseline: RunData | None = None) -> RunRow:
         name=run.name,
         policy=run.policy,
         steps=len(metrics),
-        median_step_s=metrics.median("step_s"),
+        mean_step_s=metrics.mean("step_s"),
         stall_s=metrics.mean("stall_s"),
         compute_s=metrics.mean("compute_s"),
         misses=run.misses_per_step,
@@ -95,7 +95,7 @@ def compare_rows(runs: list[RunData], shown: RunData | None = None) -> list[RunR
     rows = [run_row(run, baseline) for run in runs if len(run.metrics)]
     base = baseline.name if baseline else ""
     return sorted(
-        rows, key=lambda row: (row.name != base, not row.comparable, row.median_step_s, row.name)
+        rows, key=lambda row: (row.name != base, not row.comparable, row.mean_step_s, row.name)
     )
 
 
@@ -135,13 +135,13 @@ def compare_table(rows: list[RunRow]) -> DataTable:
         Column("run", "Run", numeric=False),
         Column("policy", "Policy", lambda text: text or units.UNKNOWN, numeric=False),
         Column("steps", "Steps", units.count),
-        Column("median_step_s", "Median step", units.seconds),
+        Column("mean_step_s", "Mean step", units.seconds),
         Column("step_change", "Change", _change),
         Column("stall_s_per_step", "Stall / step", units.seconds),
         Column("stall_change", "Change", _change),
         Column("misses_per_step", "Misses / step", units.count),
-        Column("bytes_in_per_step", "In / step", units.traffic),
-        Column("bytes_out_per_step", "Out / step", units.traffic),
+        Column("bytes_in_per_step", "In / step", units.size),
+        Column("bytes_out_per_step", "Out / step", units.size),
         Column("page_budget", "Page budget", _budget),
         Column("final_loss", "Final loss", units.number),
         Column("max_loss_difference", "Max |Δ loss|", _gap),
@@ -152,8 +152,8 @@ def compare_table(rows: list[RunRow]) -> DataTable:
             row.name,
             row.policy,
             row.steps,
-            row.median_step_s,
-            _change_from(base, row, "median_step_s"),
+            row.mean_step_s,
+            _change_from(base, row, "mean_step_s"),
             row.stall_s,
             _change_from(base, row, "stall_s"),
             row.misses,
@@ -165,9 +165,8 @@ def compare_table(rows: list[RunRow]) -> DataTable:
         )
         for row in rows
     ]
-    return DataTable(
-        "runs", "All runs of the folder; changes against the first row", columns, table
-    )
+    caption = "All runs of the folder, means of their steps; changes against the first row"
+    return DataTable("runs", caption, columns, table)
 
 
 def _change_from(base: RunRow | None, row: RunRow, name: str) -> float:
@@ -189,7 +188,7 @@ def _gap(value: float) -> str:
 
 
 def _budget(value: int | None) -> str:
-    return "none" if value is None else units.memory(value)
+    return "none" if value is None else units.size(value)
 
 
 def compare_verdict(rows: list[RunRow]) -> str:
@@ -203,23 +202,23 @@ def compare_verdict(rows: list[RunRow]) -> str:
             f"None of the {len(rows) - 1} other runs has the page budget and corpus of "
             f"“{base.name}”, so their times cannot be compared."
         )
-    best = min(comparable, key=lambda row: row.median_step_s)
-    change = _ratio(best.median_step_s, base.median_step_s)
+    best = min(comparable, key=lambda row: row.mean_step_s)
+    change = _ratio(best.mean_step_s, base.mean_step_s)
     others = units.plural(len(comparable), "other run")
     if change > -0.005 and len(comparable) == 1:
         return (
             f"“{best.name}” has the budget and corpus of “{base.name}” and no shorter step: "
-            f"{units.seconds(best.median_step_s)} against {units.seconds(base.median_step_s)}."
+            f"{units.seconds(best.mean_step_s)} against {units.seconds(base.mean_step_s)}."
         )
     if change > -0.005:
         return (
             f"Of {others} with the same budget and corpus, none has a shorter step than "
-            f"“{base.name}” ({units.seconds(base.median_step_s)}); the next, “{best.name}”, has "
-            f"{units.seconds(best.median_step_s)}."
+            f"“{base.name}” ({units.seconds(base.mean_step_s)}); the next, “{best.name}”, has "
+            f"{units.seconds(best.mean_step_s)}."
         )
     return (
         f"Of {others} with the same budget and corpus, “{best.name}” has the shortest step: "
-        f"{units.seconds(best.median_step_s)} against {units.seconds(base.median_step_s)} of "
+        f"{units.seconds(best.mean_step_s)} against {units.seconds(base.mean_step_s)} of "
         f"“{base.name}” ({units.share(-change)} less), stall {units.seconds(best.stall_s)} "
         f"against {units.seconds(base.stall_s)} a step{_loss_words(best)}."
     )

@@ -37,10 +37,6 @@ class Metrics:
         """Whether any step recorded this value."""
         return bool(np.isfinite(self.columns[name]).any())
 
-    def median(self, name: str) -> float:
-        """Return the median over the steps that recorded it, NaN if none did."""
-        return float(np.nanmedian(self.columns[name])) if self.known(name) else float("nan")
-
     def mean(self, name: str) -> float:
         """Return the mean over the steps that recorded it, NaN if none did."""
         return float(np.nanmean(self.columns[name])) if self.known(name) else float("nan")

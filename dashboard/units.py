@@ -1,4 +1,4 @@
-"""Numbers as people read them: binary units for memory, decimal ones for links."""
+"""Numbers as people read them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 
 UNKNOWN = "unknown"
 
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
-_DECIMAL = ("B", "kB", "MB", "GB", "TB")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _digits(value: float) -> str:
@@ -18,41 +17,33 @@ def _digits(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _scaled(num_bytes: float | None, names: tuple[str, ...], base: int) -> str:
+def size(num_bytes: float | None) -> str:
+    """Return bytes, kept or moved, as the command line writes them, e.g. `64.0 MiB`."""
     if num_bytes is None or not math.isfinite(num_bytes):
         return UNKNOWN
-    value, sign = abs(float(num_bytes)), "-" if num_bytes < 0 else ""
-    index = 0
-    while value >= base and index < len(names) - 1:
-        value /= base
-        index += 1
-    return f"{sign}{value:,.0f} B" if index == 0 else f"{sign}{_digits(value)} {names[index]}"
-
-
-def memory(num_bytes: float | None) -> str:
-    """Return bytes that are kept, e.g. `64.0 MiB`."""
-    return _scaled(num_bytes, _BINARY, 1024)
-
-
-def traffic(num_bytes: float | None) -> str:
-    """Return bytes that were moved, e.g. `1.25 GB`."""
-    return _scaled(num_bytes, _DECIMAL, 1000)
+    rest, unit = abs(float(num_bytes)), "B"
+    for unit in _UNITS:
+        if rest < 1024 or unit == _UNITS[-1]:
+            break
+        rest /= 1024
+    digits = f"{rest:,.0f}" if unit == "B" else _digits(rest)
+    return f"{'-' if num_bytes < 0 else ''}{digits} {unit}"
 
 
 def seconds(value: float | None) -> str:
     """Return a duration, e.g. `412 ms`."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
-    size = abs(value)
-    if size == 0:
+    length = abs(value)
+    if length == 0:
         return "0 s"
-    if size >= 60:
-        minutes, rest = divmod(round(size), 60)
+    if length >= 60:
+        minutes, rest = divmod(round(length), 60)
         return f"{'-' if value < 0 else ''}{minutes} min {rest:02d} s"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if size * scale >= 1:
-            return f"{'-' if value < 0 else ''}{_digits(size * scale)} {unit}"
-    return f"{'-' if value < 0 else ''}{_digits(size * 1e9)} ns"
+        if length * scale >= 1:
+            return f"{'-' if value < 0 else ''}{_digits(length * scale)} {unit}"
+    return f"{'-' if value < 0 else ''}{_digits(length * 1e9)} ns"
 
 
 def nanoseconds(value: float | None) -> str:

@@ -3,7 +3,7 @@
 A size counts memory, so its units are powers of 1024 under both spellings: `256MB` and `256MiB`
 are 268,435,456 bytes, the number that `dbuffer_size=256*1024*1024` means in Python. A rate counts
 what crosses a link, so `KB/s` to `TB/s` are powers of 1000, as on a data sheet; `KiB/s` to `TiB/s`
-are powers of 1024.
+are powers of 1024. What odc writes says `MiB`, on the command line and in the dashboard.
 """
 
 import math
@@ -38,20 +38,20 @@ def parse_rate(value: int | float | str) -> int:
     return _parse(value, rate=True)
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Returns a short size for people, such as `1.5GB`; units are powers of 1024."""
-    sign, rest = ("-" if num_bytes < 0 else ""), float(abs(num_bytes))
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if rest < 1024 or unit == "TB":
+def format_bytes(num_bytes: float) -> str:
+    """Returns a size for people in three digits, such as `1.50 GiB`; units are powers of 1024."""
+    sign, rest = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if rest < 1024 or unit == "TiB":
             break
         rest /= 1024
-    digits = f"{rest:.0f}" if unit == "B" or rest >= 100 else f"{rest:.3g}"
-    return f"{sign}{digits}{unit}"
+    places = 0 if unit == "B" or rest >= 100 or rest == 0 else 1 if rest >= 10 else 2
+    return f"{sign}{rest:,.{places}f} {unit}"
 
 
 def exact_size(num_bytes: int) -> int | str:
     """Returns the shortest spelling that `parse_size` reads back as exactly `num_bytes`."""
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes and num_bytes % 1024**power == 0:
             return f"{num_bytes // 1024**power}{unit}"
     return num_bytes

@@ -139,7 +139,7 @@ def group_table(run: RunData, found: GroupSteps, window: tuple[int, int]) -> Dat
     columns = (
         Column("group", "Group", numeric=False),
         Column("module_path", "Module", numeric=False),
-        Column("bytes", "Pages", units.memory),
+        Column("bytes", "Pages", units.size),
         Column("accesses", "Accesses", units.count),
         Column("demand_loads", "Demand loads", units.count),
         Column("loads_per_access", "Loads / access", units.number),

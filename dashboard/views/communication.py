@@ -38,8 +38,8 @@ def one_rank(run: RunData) -> PageContent:
     """Explain why there is nothing to draw for a run of one rank."""
     moved = ""
     if run.metrics.known("bytes_in"):
-        inward = units.traffic(run.metrics.total("bytes_in"))
-        outward = units.traffic(run.metrics.total("bytes_out"))
+        inward = units.size(run.metrics.total("bytes_in"))
+        outward = units.size(run.metrics.total("bytes_out"))
         moved = f" Its traffic is between device and home: {inward} in, {outward} out."
     return PageContent(
         TITLE,
@@ -141,7 +141,7 @@ def matrix_figure(run: RunData, matrix: CommMatrix, theme: Theme) -> go.Figure:
 
 
 def _unit(largest: float) -> tuple[str, float]:
-    for name, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for name, scale in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
         if largest >= scale:
             return name, scale
     return "B", 1.0
@@ -195,7 +195,7 @@ def link_table(matrix: CommMatrix) -> DataTable:
     columns = (
         Column("src", "From rank"),
         Column("dst", "To rank"),
-        Column("bytes", "Sent", units.traffic),
+        Column("bytes", "Sent", units.size),
         Column("share", "Share", units.share),
         Column("transfers", "Transfers", units.count),
     )
@@ -219,7 +219,7 @@ def op_table(comm: Table) -> DataTable:
     columns = (
         Column("op", "Operation", numeric=False),
         Column("calls", "Calls", units.count),
-        Column("message_bytes", "Message bytes", units.traffic),
+        Column("message_bytes", "Message bytes", units.size),
         Column("dur_ns", "Duration", _time_or_unknown),
         Column("wait_ns", "Host wait", units.nanoseconds),
     )
@@ -315,7 +315,7 @@ def _verdict(matrix: CommMatrix, comm: Table, window: tuple[int, int]) -> str:
     op = op_table(comm).rows[0]
     text = (
         f"In {window_text(window)}, {units.plural(matrix.world_size, 'rank')} sent "
-        f"{units.traffic(total)}"
+        f"{units.size(total)}"
     )
     if not total:
         return f"{text}; {units.plural(num_rows(comm), 'call')} carried no message to another rank."

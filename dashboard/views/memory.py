@@ -123,7 +123,7 @@ def add_budget(fig: go.Figure, ends: np.ndarray, budget: int, theme: Theme) -> N
         x=ends,
         y=np.full(len(ends), budget / _MIB),
         mode="lines",
-        name=f"page budget {units.memory(budget)}",
+        name=f"page budget {units.size(budget)}",
         line=theme.line("budget", dash="dash"),
         hovertemplate="budget <b>%{y:,.1f} MiB</b><extra></extra>",
     )
@@ -194,10 +194,10 @@ def group_table(run: RunData, held: np.ndarray, window: tuple[int, int]) -> Data
     columns = (
         Column("group", "Group", numeric=False),
         Column("module_path", "Module", numeric=False),
-        Column("bytes", "Content", units.memory),
-        Column("parameter_bytes_mean", "Parameters", units.memory),
-        Column("gradient_bytes_mean", "Gradients", units.memory),
-        Column("moment_bytes_mean", "Moments", units.memory),
+        Column("bytes", "Content", units.size),
+        Column("parameter_bytes_mean", "Parameters", units.size),
+        Column("gradient_bytes_mean", "Gradients", units.size),
+        Column("moment_bytes_mean", "Moments", units.size),
         Column("resident_share", "Resident", units.share),
     )
     groups = run.groups
@@ -238,7 +238,7 @@ def process_page(run: RunData, theme: Theme) -> PageContent | None:
         )
     fig.update_yaxes(title_text="MiB", rangemode="tozero")
     fig.update_xaxes(title_text="step")
-    highest = "; ".join(f"{name} peaked at {units.memory(value)}" for name, value in peaks.items())
+    highest = "; ".join(f"{name} peaked at {units.size(value)}" for name, value in peaks.items())
     return PageContent(
         TITLE,
         QUESTION,
@@ -263,8 +263,8 @@ def account_table(run: RunData, window: tuple[int, int]) -> DataTable:
         Column("tier", "Tier", numeric=False),
         Column("account", "Account", numeric=False),
         Column("samples", "Samples", units.count),
-        Column("mean_bytes", "Mean", units.memory),
-        Column("peak_bytes", "Peak", units.memory),
+        Column("mean_bytes", "Mean", units.size),
+        Column("peak_bytes", "Peak", units.size),
     )
     mem = run.mem
     inside = (mem["step"] >= window[0]) & (mem["step"] <= window[1])
@@ -341,13 +341,13 @@ def _verdict(run: RunData, resident: Resident, window: tuple[int, int]) -> str:
     at_peak = resident.by_kind[:, int(resident.total.argmax())]
     kind = Kind(int(at_peak.argmax()))
     owner = units.share(at_peak[kind] / max(int(at_peak.sum()), 1))
-    text = f"In {window_text(window)}, {source} peaked at {units.memory(peak)}"
+    text = f"In {window_text(window)}, {source} peaked at {units.size(peak)}"
     if run.page_budget:
         over = peak - run.page_budget
         text += (
-            f", {units.memory(over)} above the budget of {units.memory(run.page_budget)}"
+            f", {units.size(over)} above the budget of {units.size(run.page_budget)}"
             if over > 0
-            else f" of a budget of {units.memory(run.page_budget)} "
+            else f" of a budget of {units.size(run.page_budget)} "
             f"({units.share(peak / run.page_budget)}, never above it)"
         )
     return f"{text}; {kind.name.lower()}s held {owner} of the pages at the peak."

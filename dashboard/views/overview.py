@@ -137,14 +137,14 @@ def tiles(run: RunData, metrics: Metrics) -> tuple[Tile, ...]:
     return (
         Tile("Policy", run.policy or units.UNKNOWN, run.health.status),
         Tile("Steps", units.count(len(metrics)), f"{units.seconds(spent)} in all"),
-        Tile("Median step", units.seconds(metrics.median("step_s")), _rate(metrics)),
+        Tile("Mean step", units.seconds(metrics.mean("step_s")), _rate(metrics)),
         Tile(
             "Stall",
             units.seconds(stall) if metrics.known("stall_s") else units.UNKNOWN,
             f"{units.share(stall / spent if spent else None)} of step time",
         ),
-        Tile("In / step", units.traffic(metrics.mean("bytes_in")), "home → device, mean"),
-        Tile("Out / step", units.traffic(metrics.mean("bytes_out")), "device → home, mean"),
+        Tile("In / step", units.size(metrics.mean("bytes_in")), "home → device, mean"),
+        Tile("Out / step", units.size(metrics.mean("bytes_out")), "device → home, mean"),
         Tile(
             "Corpus",
             corpus[:8] if corpus else units.UNKNOWN,
@@ -167,11 +167,11 @@ def step_table(metrics: Metrics) -> DataTable:
         Column("step_s", "Step time", units.seconds),
         Column("compute_s", "Compute", units.seconds),
         Column("stall_s", "Stall", units.seconds),
-        Column("bytes_in", "In", units.traffic),
-        Column("bytes_out", "Out", units.traffic),
-        Column("page_bytes", "Pages", units.memory),
-        Column("peak_page_bytes", "Peak pages", units.memory),
-        Column("transient_bytes", "Transients", units.memory),
+        Column("bytes_in", "In", units.size),
+        Column("bytes_out", "Out", units.size),
+        Column("page_bytes", "Pages", units.size),
+        Column("peak_page_bytes", "Peak pages", units.size),
+        Column("transient_bytes", "Transients", units.size),
     )
     rows = np.stack([metrics[column.key] for column in columns], axis=1)[::-1].tolist()
     return DataTable("steps", "Steps, the last first", columns, rows)
@@ -236,7 +236,7 @@ def _panels(run: RunData, metrics: Metrics, theme: Theme) -> list[Panel]:
     if metrics.known("loss"):
         found.append(Panel("loss", "Loss", loss_figure(metrics, theme), _loss_text(metrics)))
     if metrics.known("page_bytes") and np.nansum(metrics["peak_page_bytes"]) > 0:
-        peak = units.memory(float(np.nanmax(metrics["peak_page_bytes"])))
+        peak = units.size(float(np.nanmax(metrics["peak_page_bytes"])))
         found.append(
             Panel(
                 "pages",
@@ -299,8 +299,8 @@ def _loss_text(metrics: Metrics) -> str:
 
 def _verdict(run: RunData, metrics: Metrics, window: tuple[int, int]) -> str:
     spent, stall = metrics.total("step_s"), metrics.total("stall_s")
-    median = units.seconds(metrics.median("step_s"))
-    parts = [f"{window_text(window).capitalize()}: a step takes {median} (median)"]
+    mean = units.seconds(metrics.mean("step_s"))
+    parts = [f"{window_text(window).capitalize()}: a step takes {mean} (mean)"]
     if metrics.known("stall_s") and spent:
         parts.append(
             f"{units.share(stall / spent)} of the time ({units.seconds(stall)}) is spent waiting "
@@ -312,8 +312,8 @@ def _verdict(run: RunData, metrics: Metrics, window: tuple[int, int]) -> str:
     if run.page_budget and peak:
         over = peak > run.page_budget
         parts.append(
-            f"pages peak at {units.memory(peak)}, {'ABOVE' if over else 'within'} their budget of "
-            f"{units.memory(run.page_budget)}"
+            f"pages peak at {units.size(peak)}, {'ABOVE' if over else 'within'} their budget of "
+            f"{units.size(run.page_budget)}"
         )
     if metrics.known("loss"):
         parts.append(_loss_text(metrics))
@@ -328,7 +328,7 @@ def _how() -> tuple[How, ...]:
         How(
             "in, out per step",
             "mean bytes moved home → device and device → home",
-            "decimal bytes",
+            "MiB (2^20 bytes)",
             "measured",
         ),
         How(

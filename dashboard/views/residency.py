@@ -274,7 +274,7 @@ def page_table(run: RunData, window: tuple[int, int]) -> DataTable:
         Column("group", "Group", numeric=False),
         Column("kind", "Kind", numeric=False),
         Column("module_path", "Module", numeric=False),
-        Column("bytes", "Size", units.memory),
+        Column("bytes", "Size", units.size),
         Column("demand_loads", "Demand loads", units.count),
         Column("prefetches", "Prefetches", units.count),
         Column("evictions", "Evictions", units.count),
@@ -321,11 +321,11 @@ def _verdict(run: RunData, found: ResidencyMap, window: tuple[int, int]) -> str:
     frames = float((share * run.frame_bytes).sum())
     rows = page_rows(run, window)
     again = sum(1 for row in rows if int(str(row[5])) + int(str(row[6])) > 1)
-    budget = f" under a budget of {units.memory(run.page_budget)}" if run.page_budget else ""
+    budget = f" under a budget of {units.size(run.page_budget)}" if run.page_budget else ""
     return (
         f"In {window_text(window)}, {units.count(round(float(share.sum()), 1))} of "
         f"{units.plural(len(rows), 'page')} were on the device on average "
-        f"({units.share(float(share.mean()))}), in {units.memory(frames)} of frames{budget}; "
+        f"({units.share(float(share.mean()))}), in {units.size(frames)} of frames{budget}; "
         f"{again:,} pages came in more than once."
     )
 

@@ -145,12 +145,12 @@ def _load(path: Path, overrides: tuple[str, ...]) -> "Config":
 def _describe(run_dir: Path, summary: dict[str, Any]) -> str:
     from odc.sizes import format_bytes
 
-    medians = summary["medians"]
+    count = max(summary["recorded_steps"], 1)
+    mean = {name: total / count for name, total in summary["totals"].items()}
     loss = summary["final_loss"]
     return (
         f"{run_dir}: {summary['status']} after {summary['steps']} steps, loss "
         f"{'-' if loss is None else format(loss, '.4f')}\n"
-        f"{summary['policy']}: median step {medians['step_s'] or 0:.3f} s, stall "
-        f"{medians['stall_s'] or 0:.3f} s, in {format_bytes(int(medians['bytes_in'] or 0))}, "
-        f"out {format_bytes(int(medians['bytes_out'] or 0))}"
+        f"{summary['policy']}: means of a step: {mean['step_s']:.3f} s, {mean['stall_s']:.3f} s of "
+        f"it stalled, {format_bytes(mean['bytes_in'])} in, {format_bytes(mean['bytes_out'])} out"
     )

@@ -8,6 +8,7 @@ allocated and given back.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable
 
@@ -26,7 +27,7 @@ from odc.memory.scores import PopularityScorer
 from odc.memory.stations import OrderLibrary, Stations
 from odc.memory.transfers import Transfers
 from odc.memory.victims import CostAware, EvictionPolicy
-from odc.sizes import format_bytes, parse_size
+from odc.sizes import exact_size, format_bytes, parse_size
 
 PrefetchFactory = Callable[[OrderLibrary, np.ndarray, Limits], Prefetcher | None]
 Buffers = dict[tuple[int, int], "ctypes.Array[ctypes.c_uint8]"]
@@ -174,7 +175,7 @@ class MemoryManager(Pager):
             option, need = "memory.total_mem", 2 * need
         raise BudgetError(
             f"{option}: {format_bytes(frames * FRAME_BYTES)} for pages cannot train group {name}; "
-            f"use at least {format_bytes(need)}, or smaller pages (memory.page_size)"
+            f"use at least {exact_size(need)}, or smaller pages (memory.page_size)"
         )
 
     def begin_pass(self, ctx: int, tokens: int = 0) -> None:
@@ -205,12 +206,12 @@ class MemoryManager(Pager):
         target = self.ledger.page_bytes(all_bytes, least_bytes) // FRAME_BYTES
         if target < self._least_frames:
             total = self.ledger.total_bytes or 0
+            enough = math.ceil((rest + least_bytes) * 1.02 / (1 << 20)) << 20
             raise BudgetError(
                 f"memory.total_mem: activations and the rest peak at {format_bytes(rest)} of "
                 f"{format_bytes(total)} and leave {format_bytes(target * FRAME_BYTES)} for pages, "
-                f"which need {format_bytes(self._least_frames * FRAME_BYTES)}; use a smaller "
-                f"micro-batch, activation checkpointing, or total_mem >= "
-                f"{format_bytes(int((rest + self._least_frames * FRAME_BYTES) * 1.02))}"
+                f"which need {format_bytes(least_bytes)}; use a smaller micro-batch, activation "
+                f"checkpointing, or total_mem >= {exact_size(enough)}"
             )
         self._resize(target)
         return rest

@@ -32,7 +32,7 @@ _SETTLING_STEPS = 10  # of each run: recorded orders and popularity form
 
 @dataclass(frozen=True)
 class Measured:
-    """A policy's measured medians over the same steps, in seconds and bytes a step."""
+    """A policy's measured means over the same steps, in seconds and bytes a step."""
 
     policy: str
     step_s: float
@@ -142,19 +142,19 @@ def _continue(
 
 
 def measure(run_dir: Path, policy: str) -> Measured:
-    """Medians of a run's steps, without the first ones."""
+    """Means of a run's steps, without the first ones."""
     steps: list[dict[str, Any]] = RunDir(run_dir).read_metrics()
     counted = steps[min(_SETTLING_STEPS, len(steps) - 1) :]
 
-    def median(name: str) -> float:
-        return float(np.median([step[name] for step in counted]))
+    def mean(name: str) -> float:
+        return float(np.mean([step[name] for step in counted]))
 
     return Measured(
         policy,
-        median("step_s"),
-        median("stall_s"),
-        median("bytes_in"),
-        median("bytes_out"),
+        mean("step_s"),
+        mean("stall_s"),
+        mean("bytes_in"),
+        mean("bytes_out"),
         steps[0]["loss"],
         steps[-1]["loss"],
     )
@@ -164,7 +164,7 @@ def _format(rows: list[Measured]) -> str:
     base = rows[0]
     lines = [
         "",
-        "measured, medians of a step (before: the first row; after: the last)",
+        "measured, means of a step (before: the first row; after: the last)",
         f"{'policy':<24}{'step s':>10}{'stall s':>10}{'in':>10}{'out':>10}{'stall':>10}{'step':>8}",
     ]
     lines += [

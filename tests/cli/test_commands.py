@@ -86,7 +86,10 @@ def test_every_command_explains_itself_with_an_example(command, capsys):
             "memory.page_budget: '40 parsecs' is no si",
         ),
         (["tiny-moe", "data.corpus=/no/such/text"], "/no/such/text does not exist"),
-        (["tiny-moe", "memory.page_budget=2MB"], "memory.page_budget: 2MB for pages cannot train"),
+        (
+            ["tiny-moe", "memory.page_budget=2MB"],
+            "memory.page_budget: 2.00 MiB for pages",
+        ),
         (["tiny-moe", "--from", "/no/such/run"], "/no/such/run: holds no complete checkpoint"),
         (["tiny-moe", "tiny-dense"], "tiny-dense: expected KEY=VALUE"),
         ([], "CONFIG is missing"),
@@ -123,6 +126,19 @@ def test_train_prints_its_summary_as_json(tiny, tmp_path, capsys):
     summary = json.loads(capsys.readouterr().out)
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     assert summary["run_dir"] == str(run_dir)
+
+
+def test_train_ends_with_the_figures_that_the_dashboard_shows(profiled):
+    from dashboard import units
+    from dashboard.catalog import RunCatalog
+    from dashboard.compare import run_row
+    from dashboard.data import RunData
+    from odc.cli.train import _describe
+
+    told = _describe(profiled, json.loads((profiled / "summary.json").read_text()))
+    row = run_row(RunData(RunCatalog(profiled).runs()[0]))
+    assert f"means of a step: {row.mean_step_s:.3f} s, {row.stall_s:.3f} s of it stalled" in told
+    assert f"{units.size(row.bytes_in)} in, {units.size(row.bytes_out)} out" in told
 
 
 def test_runs_have_a_name_of_their_own_and_resume_finds_the_newest(
@@ -215,7 +231,7 @@ def test_eval_shows_what_the_run_measured_beside_the_simulated_row(profiled, cap
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if "(measured)" in line)
     assert lines[at - 1].split()[0] == lines[at].split()[0] == "cost_aware+popularity"
-    assert "its own budget of 12MB" in lines[at + 2]
+    assert "its own budget of 12.0 MiB" in lines[at + 2]
 
 
 def test_eval_simulates_the_runs_own_policy_too(tiny, tmp_path, capsys):

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from dashboard import units
 from dashboard.binning import edges, majority_rows, mean_bins, robust_max, sum_bins
 from dashboard.data import _parse_size
+from odc.sizes import format_bytes
 from profiler.schema import Kind
 
 
@@ -19,13 +20,13 @@ from profiler.schema import Kind
     [(0, "0 B"), (1023, "1,023 B"), (64 * 2**20, "64.0 MiB"), (5 * 2**30, "5.00 GiB"),
      (float("nan"), "unknown"), (None, "unknown"), (-2048, "-2.00 KiB")],
 )  # fmt: skip
-def test_memory_is_binary(value, text) -> None:
-    assert units.memory(value) == text
+def test_sizes_are_binary(value, text) -> None:
+    assert units.size(value) == text
 
 
-def test_traffic_is_decimal() -> None:
-    assert units.traffic(1_250_000_000) == "1.25 GB"
-    assert units.traffic(999) == "999 B"
+@given(st.one_of(st.integers(-(2**60), 2**60), st.integers(-(10**6), 10**6)))
+def test_sizes_read_as_on_the_command_line(value: int) -> None:
+    assert units.size(value) == format_bytes(value)
 
 
 @pytest.mark.parametrize(

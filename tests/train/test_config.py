@@ -47,7 +47,7 @@ def test_the_keys_of_the_feature_list_are_accepted_as_they_stand(tmp_path):
     assert config.sharding.dbuffer_size == 512 * 2**20
     assert notices == [
         "sharding.shard_granularity: element has no effect yet",
-        "sharding.dbuffer_size: 512MB has no effect yet",
+        "sharding.dbuffer_size: 512MiB has no effect yet",
         "sharding.planning_algorithm: optimal has no effect yet",
         "communication.overlap_factor: 0.7 has no effect yet",
     ]

@@ -52,7 +52,7 @@ def test_what_is_no_rate_is_refused_with_what_is_allowed():
 
 def test_bytes_are_shown_short():
     shown = [format_bytes(n) for n in (0, 1023, 1024, 1536, 256 << 20, 123456789, -(3 << 30))]
-    assert shown == ["0B", "1023B", "1KB", "1.5KB", "256MB", "118MB", "-3GB"]
+    assert shown == ["0 B", "1,023 B", "1.00 KiB", "1.50 KiB", "256 MiB", "118 MiB", "-3.00 GiB"]
 
 
 @given(st.integers(min_value=0, max_value=2**60))

@@ -83,7 +83,7 @@ def test_a_page_that_fails_ends_the_run_and_spares_what_was_saved(
 
 
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(make_config, tmp_path):
-    with pytest.raises(BudgetError, match=r"memory\.page_budget: 2MB .* use at least"):
+    with pytest.raises(BudgetError, match=r"memory\.page_budget: 2\.00 MiB .* use at least"):
         train(make_config(**{"memory.page_budget": "2MB"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
