@@ -33,6 +33,7 @@ from predictor.io import PredictorError
 from predictor.model import Advance, predictor_class
 from predictor.quality import compare_quality
 from profiler.analysis import Table, set_visits
+from profiler.merge import num_rows
 from profiler.reader import TraceReader
 from profiler.schema import Phase
 
@@ -99,12 +100,19 @@ def read_visits(
         profiler.errors.TraceError: the trace is missing or damaged.
     """
     reader = TraceReader(Path(run_dir))
+    reader.check()
+    if not num_rows(reader.pages):
+        raise PredictorError(
+            f"{reader.trace_dir / 'pages.arrow'}: expected the page table of the model, found "
+            "none; restore the file from a copy, or record a run with odc profile"
+        )
     need = reader.need(steps, rank=rank, columns=NEED_COLUMNS)
     visits = visits_from_tables(need, reader.pages)
     if not len(visits):
         raise PredictorError(
             f"{run_dir} has no forward visits of expert sets (steps: {steps}); a predictor learns "
             "from runs of a mixture-of-experts model profiled at every step (odc profile)"
+            + "".join(f"; {problem}" for problem in reader.problems)
         )
     return visits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from profiler.schema import FORMAT_MAJOR, PAGE_COLUMNS, STREAMS, pages_schema
 from profiler.segment import write_atomic
 
 _SEGMENT_NAME = re.compile(r"^([a-z]+)-(\d{6})\.arrows$")
+_CHECKSUM = b"odc.crc32"  # in the page table's metadata
 _PAGES_NAME = re.compile(r"^pages(?:-(\d{6}))?\.arrow$")
 
 
@@ -59,15 +61,15 @@ def write_pages(folder: Path, rows: Iterable[Mapping[str, Any]], session: int) -
     """
     listed = list(rows)
     columns = {name: [row[name] for row in listed] for name in PAGE_COLUMNS}
-    schema = pages_schema()
-    table = pa.table(columns, schema=schema)
+    table = pa.table(columns, schema=pages_schema())
     earlier = list_pages(folder)
     if earlier and _same_pages(earlier[-1][1], table):
         return
     name = "pages.arrow" if not earlier and session == 1 else f"pages-{session:06d}.arrow"
     sink = pa.BufferOutputStream()
+    schema = pages_schema({_CHECKSUM.decode(): _checksum(table)})
     with pa.ipc.new_file(sink, schema) as file:
-        file.write_table(table)
+        file.write_table(table.replace_schema_metadata(schema.metadata))
     write_atomic(folder / name, sink.getvalue().to_pybytes())
 
 
@@ -75,8 +77,21 @@ def _same_pages(path: Path, table: pa.Table) -> bool:
     try:
         with pa.OSFile(str(path), "rb") as file:
             return bool(pa.ipc.open_file(file).read_all().equals(table))
-    except (OSError, pa.ArrowInvalid):
+    except (OSError, pa.ArrowException):
         return False
+
+
+def _checksum(table: pa.Table) -> str:
+    """CRC32 of the values, column by column."""
+    crc = 0
+    for name in table.column_names:
+        column = table[name]
+        if pa.types.is_string(column.type):
+            values = "\n".join(column.to_pylist()).encode()
+        else:
+            values = column.to_numpy().tobytes()
+        crc = zlib.crc32(values, crc)
+    return f"{crc:08x}"
 
 
 def empty_pages() -> Table:
@@ -88,17 +103,21 @@ def read_pages(path: Path) -> Table:
     """Return a page table, ordered by page.
 
     Raises:
-        TraceError: If the file cannot be read or has another version.
+        TraceError: If the file cannot be read, was changed, or has another version.
     """
     try:
         with pa.memory_map(str(path)) as source:
             table = pa.ipc.open_file(source).read_all()
-    except (OSError, pa.ArrowInvalid) as error:
+        table.validate(full=True)
+        metadata = table.schema.metadata or {}
+        if metadata.get(_CHECKSUM, b"").decode() not in ("", _checksum(table)):
+            raise pa.ArrowInvalid("values that do not match their CRC32")
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise TraceError(
             f"{path}: expected the page table as an Arrow file, got {error}; "
             "restore the file from a copy or record the run again"
         ) from error
-    name = (table.schema.metadata or {}).get(b"odc.schema", b"").decode()
+    name = metadata.get(b"odc.schema", b"").decode(errors="replace")
     check_version(path, name, f"trace.pages/{FORMAT_MAJOR}")
     columns: Table = {}
     for column, kind in PAGE_COLUMNS.items():

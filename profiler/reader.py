@@ -46,12 +46,13 @@ class TraceReader:
 
     Args:
         path: A run directory or its `trace` folder.
-        strict: Raise where a checksum does not match; otherwise keep what comes before.
+        strict: Raise where something was lost or changed after it was written (a checksum does
+            not match, a file is gone or cut); otherwise keep what comes before.
         keep_replaced: Also return steps that a later session did again.
 
     Raises:
         TraceError: If there is no trace, or one of another major version. Methods raise it too:
-            for a file that is no event file and, if strict, for a checksum that does not match.
+            for a file that is no event file and, if strict, for a damaged one.
     """
 
     def __init__(
@@ -130,6 +131,17 @@ class TraceReader:
         """Whether each event file (by its path in the trace) was closed by its writer."""
         return {self._name(s.path): s.clean_end for s in self._all_segments()}
 
+    def check(self) -> None:
+        """Look at every file, also those that no table was asked of.
+
+        Raises:
+            TraceError: Names the first that was damaged after it was written.
+        """
+        _ = self.pages
+        for segment in self._all_segments():
+            if segment.corrupt:
+                raise TraceError(segment.corrupt)
+
     @property
     def problems(self) -> list[str]:
         """Sentences about cut, unreadable or unchecked files and about lost events."""
@@ -177,6 +189,11 @@ class TraceReader:
         path = self.trace_dir / "manifest.json"
         manifest = read_json(path)
         if manifest is None:
+            if self.strict and path.exists():
+                raise TraceError(
+                    f"{path}: expected a JSON object, found other bytes; restore it from a copy, "
+                    "or remove it to read the events without the run's facts"
+                )
             self._note(f"{path}: missing or unreadable, the run's facts are unknown")
             return {}
         check_version(path, str(manifest.get("format", "")))
@@ -252,6 +269,7 @@ class TraceReader:
     ) -> Table:
         """Return a rank's rows as they were written."""
         parts = []
+        self._check_present(stream, rank)
         for segment in self._segments(rank, stream.name):
             if segment.corrupt and self.strict:
                 raise TraceError(segment.corrupt)
@@ -263,6 +281,17 @@ class TraceReader:
                 part["rank"] = np.full(num_rows(part), rank, np.int16)
                 parts.append(part)
         return concatenate(parts, _empty(stream, wanted))
+
+    def _check_present(self, stream: Stream, rank: int) -> None:
+        """The manifest lists a file only once it is there."""
+        start = f"{rank_dir(self.trace_dir, rank).name}/{stream.name}-"
+        for listed in (s for m in self._manifests() for s in m.get("segments", [])):
+            path = self.trace_dir / str(listed["file"])
+            if self.strict and str(listed["file"]).startswith(start) and not path.exists():
+                raise TraceError(
+                    f"{path}: expected the event file that manifest.json lists, found none; "
+                    "restore it from a copy, or read the others with strict=False"
+                )
 
     def _decode(
         self,

@@ -4,7 +4,8 @@ Arrow itself reads a cut stream silently short and trusts any length it finds, s
 walked here: a message counts if its whole metadata and body lie inside the file, and its checksum
 agrees where the side file has one. What follows the last such message is a *tail*, described in a
 sentence. A checksum that disagrees is corruption, unless nothing valid follows it in a file that
-was never closed (or only zeros do): that is how a lost power supply leaves a file.
+was never closed: that is how a kill or a lost power supply leaves a file. A closed file was synced
+before its side file said so, so whatever it lacks was lost later: that is corruption, too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from typing import Any
 import pyarrow as pa
 
 from profiler.errors import TraceError
-from profiler.schema import END_T_NS, FORMAT, FORMAT_MAJOR
+from profiler.schema import END_T_NS, FORMAT, FORMAT_MAJOR, STREAMS
 
 _CONTINUATION = b"\xff\xff\xff\xff"
+_RESTORE = (
+    "the file was changed or the disk is failing. Restore it from a copy, or read what comes "
+    "before with strict=False"
+)
 MAX_METADATA_BYTES = 1 << 20
 """A longer message header is taken for noise: ours are a few KiB."""
 
@@ -45,7 +50,7 @@ class Segment:
         batches: Readable batches in order, END row and empty ones left out.
         clean_end: Whether the END row was found.
         problem: A sentence for people, or "".
-        corrupt: A sentence naming a checksum mismatch, or "".
+        corrupt: A sentence naming what was lost or changed after it was written, or "".
     """
 
     path: Path
@@ -85,6 +90,13 @@ def scan_segment(path: Path, stream_name: str) -> Segment:
     """
     segment = Segment(path)
     size = path.stat().st_size
+    entries = _read_side(segment)
+    closed_bytes = entries.get(-1, {}).get("bytes", 0)
+    if size < closed_bytes:
+        segment.corrupt = (
+            f"{path}: expected the {closed_bytes} bytes that it had when it was closed, found "
+            f"{size}; {_RESTORE}"
+        )
     if size == 0:
         segment.problem = f"{path}: empty file, the run died while opening it"
         return segment
@@ -93,7 +105,6 @@ def scan_segment(path: Path, stream_name: str) -> Segment:
         offset = _read_schema(segment, data, stream_name)
         if segment.schema is None:
             return segment
-        entries = _read_side(segment)
         offset = _walk(segment, data, offset, entries)
     if not segment.clean_end and not segment.problem and not segment.corrupt:
         rest = size - offset
@@ -115,14 +126,35 @@ def _read_schema(segment: Segment, data: pa.Buffer, stream_name: str) -> int:
         return 0
     try:
         schema = pa.ipc.read_schema(message)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise TraceError(
             f"{path}: expected an Arrow schema first, got {error}; remove or restore the file"
         ) from error
-    name = (schema.metadata or {}).get(b"odc.schema", b"").decode()
-    check_version(path, name, f"trace.{stream_name}/{FORMAT_MAJOR}")
+    name = (schema.metadata or {}).get(b"odc.schema", b"").decode(errors="replace")
+    expected = f"trace.{stream_name}/{FORMAT_MAJOR}"
+    check_version(path, name, expected)
     segment.schema = schema
+    _check_schema(segment, stream_name, exact=name == expected)
     return offset
+
+
+def _check_schema(segment: Segment, stream_name: str, exact: bool) -> None:
+    """Refuse a schema whose columns are not those of its version, or whose facts are no facts.
+
+    Raises:
+        TraceError: Then: no checksum covers the schema.
+    """
+    try:
+        same = not exact or STREAMS[stream_name].schema().equals(segment.schema)
+        _ = segment.session, [int(ns) for ns in segment.clock.values()]
+    except (ValueError, TypeError, AttributeError):
+        same = False
+    if not same:
+        raise TraceError(
+            f"{segment.path}: expected the columns of odc's {stream_name} events, "
+            "found others; the file was changed or the disk is failing. Remove it or restore it "
+            "from a copy"
+        )
 
 
 def _looks_cut(data: pa.Buffer) -> bool:
@@ -172,7 +204,7 @@ def _message(data: pa.Buffer, offset: int) -> tuple[pa.Message | None, int]:
     source = pa.BufferReader(data[offset:])
     try:
         message = pa.ipc.read_message(source)
-    except (pa.ArrowInvalid, OSError, EOFError):
+    except (pa.ArrowException, OSError, EOFError):
         return None, offset
     return message, offset + source.tell()
 
@@ -183,7 +215,7 @@ def _read_side(segment: Segment) -> dict[int, dict[str, Any]]:
     try:
         side = json.loads(path.read_bytes())
         return {
-            -1: {"closed": bool(side["closed"])},
+            -1: {"closed": bool(side["closed"]), "bytes": int(side.get("bytes", 0))},
             **{int(entry["offset"]): entry for entry in side["batches"]},
         }
     except FileNotFoundError:
@@ -209,7 +241,7 @@ def _walk(
             batch = pa.ipc.read_record_batch(message, segment.schema)
             if entry is None:
                 batch.validate(full=True)
-        except (pa.ArrowInvalid, OSError):
+        except (pa.ArrowException, OSError):
             return offset
         if batch.num_rows == 1 and batch.column("t_ns")[0].as_py() == END_T_NS:
             segment.clean_end = True
@@ -232,16 +264,10 @@ def _judge_mismatch(
 ) -> None:
     """Say whether a batch that does not match its checksum was cut or corrupted."""
     start = int(bad["offset"])
-    whole = start + int(bad["bytes"]) <= data.size
     later = [entry for offset, entry in entries.items() if offset > start]
-    survivors = any(_intact(data, entry) for entry in later)
-    zeros_from_some_point = data[data.size - 1 :].to_pybytes() == b"\0" and not survivors
-    torn = not survivors and (zeros_from_some_point or not entries[-1]["closed"])
-    if not whole or torn:
+    if not entries[-1]["closed"] and not any(_intact(data, entry) for entry in later):
         segment.problem = f"{segment.path}: cut inside the batch at byte {start}"
-        return
-    segment.corrupt = (
-        f"{segment.path}: the batch at byte {start} does not match its CRC32; the file was changed "
-        "or the disk is failing. Restore it from a copy, or read what comes before with "
-        "strict=False"
-    )
+    elif not segment.corrupt:
+        segment.corrupt = (
+            f"{segment.path}: the batch at byte {start} does not match its CRC32; {_RESTORE}"
+        )

@@ -13,6 +13,7 @@ from predictor.features import split_by_time
 from predictor.io import PredictorError
 from predictor.model import KINDS
 from predictor.quality import compare_quality, judge_scores, quality_table
+from profiler.errors import TraceError
 from profiler.writer import TraceWriter
 
 
@@ -101,6 +102,30 @@ def test_twenty_steps_are_enough(num_sets, tmp_path, dependent_visits, write_run
     run = write_run(tmp_path / "run", dependent_visits(passes=20, num_sets=num_sets))
     card = train_predictor([run], "sklearn", tmp_path / "out")
     assert card["held_out"]["sklearn"]["pairs"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("pages.arrow", "expected the page table"),
+        ("manifest.json", "expected a JSON object"),
+        ("rank00000/need-000001.arrows", "bytes that it had when it was closed"),
+        ("rank00000/step-000001.arrows", "bytes that it had when it was closed"),
+    ],
+)
+def test_a_cut_file_is_named(name, told, tmp_path, random_visits, write_run):
+    run = write_run(tmp_path / "run", random_visits(passes=20))
+    file = run / "trace" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(TraceError, match=f"{name}: .*{told}"):
+        read_visits(run)
+
+
+def test_a_lost_page_table_is_named(tmp_path, random_visits, write_run):
+    run = write_run(tmp_path / "run", random_visits(passes=20))
+    (run / "trace" / "pages.arrow").unlink()
+    with pytest.raises(PredictorError, match=r"pages\.arrow: expected the page table"):
+        read_visits(run)
 
 
 def test_an_unknown_kind_is_refused_before_anything_is_read(tmp_path):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from profiler.errors import TraceError
 from profiler.reader import TraceReader
 from profiler.scan import scan_segment
-from profiler.schema import NEED
+from profiler.schema import NEED, PAGE_COLUMNS
 from profiler.writer import TraceWriter
 
 ROWS = 7
@@ -35,8 +35,11 @@ def batch_ends(need_file: Path) -> list[int]:
     return [b["offset"] + b["bytes"] for b in side["batches"][:-1]]
 
 
-def damaged(need_file: Path, data: bytes, *, side: bool) -> Path:
-    """Return a copy of the file's run with other bytes, with or without its side file."""
+def damaged(need_file: Path, data: bytes, *, side: bool, closed: bool = False) -> Path:
+    """Return a copy of the file's run with other bytes, with or without its side file.
+
+    Unless `closed`, the side file is that of a writer that was killed.
+    """
     run = need_file.parents[2]
     copy = run.parent / "damaged"
     shutil.rmtree(copy, ignore_errors=True)
@@ -45,6 +48,10 @@ def damaged(need_file: Path, data: bytes, *, side: bool) -> Path:
     target.write_bytes(data)
     if not side:
         target.with_suffix(".json").unlink()
+    elif not closed:
+        head = json.loads(target.with_suffix(".json").read_text())
+        open_head = {"stream": "need", "closed": False, "batches": head["batches"]}
+        target.with_suffix(".json").write_text(json.dumps(open_head))
     return copy
 
 
@@ -105,12 +112,77 @@ def test_a_flipped_bit_is_found_by_its_checksum(
     at = start + int(where * (ends[-1] - start))
     data = bytearray(need_file.read_bytes())
     data[at] ^= 1 << bit
-    run = damaged(need_file, bytes(data), side=True)
+    run = damaged(need_file, bytes(data), side=True, closed=True)
     with pytest.raises(TraceError, match="need-000001.arrows.*CRC32.*strict=False"):
         read_needs(run)
     before = sum(end <= at for end in ends)
     assert len(read_needs(run, strict=False)) == before * ROWS
     assert any("CRC32" in problem for problem in TraceReader(run).problems)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=FIXTURES)
+@given(where=st.floats(0, 1, exclude_max=True), zeros=st.booleans())
+def test_a_cut_after_the_file_was_closed_is_damage(
+    need_file: Path, read_needs, where: float, zeros: bool
+) -> None:
+    data = need_file.read_bytes()
+    cut = int(where * batch_ends(need_file)[-1])
+    left = data[:cut] + bytes(len(data) - cut if zeros and cut > 3000 else 0)
+    run = damaged(need_file, left, side=True, closed=True)
+    with pytest.raises(TraceError, match="need-000001.arrows"):
+        read_needs(run)
+    assert len(read_needs(run, strict=False)) < 70
+
+
+def test_a_lost_event_file_is_named(need_file: Path, trace: Path, read_needs) -> None:
+    need_file.unlink()
+    with pytest.raises(TraceError, match="need-000001.arrows: expected the event file"):
+        read_needs(trace)
+    assert len(read_needs(trace, strict=False)) == 0
+    assert len(TraceReader(trace).steps()["step"]) == 10
+
+
+@pytest.mark.parametrize(("name", "offset"), [("group", 0), ("odc.session", -8)])
+def test_a_changed_schema_is_refused(
+    need_file: Path, trace: Path, read_needs, name: str, offset: int
+) -> None:
+    data = bytearray(need_file.read_bytes())
+    data[data.index(name.encode()) + offset] ^= 0x55  # the session's number stands before its name
+    need_file.write_bytes(data)
+    with pytest.raises(TraceError, match="need-000001.arrows: expected the columns"):
+        read_needs(trace)
+
+
+def test_a_check_finds_damage_in_a_file_that_was_not_asked_for(trace: Path) -> None:
+    file = trace / "trace" / "rank00000" / "step-000001.arrows"
+    data = bytearray(file.read_bytes())
+    data[-400] ^= 1
+    file.write_bytes(data)
+    assert len(TraceReader(trace).need()["seq"]) == 70
+    with pytest.raises(TraceError, match="step-000001.arrows.*CRC32"):
+        TraceReader(trace).check()
+
+
+def test_a_changed_page_table_is_refused(tmp_path: Path) -> None:
+    row = dict.fromkeys(PAGE_COLUMNS, 0)
+    rows = [{**row, "page": n, "bytes": 77_777, "module_path": f"layers.{n}"} for n in range(9)]
+    with TraceWriter(tmp_path / "run" / "trace") as writer:
+        writer.write_pages(rows)
+    assert TraceReader(tmp_path / "run").pages["module_path"].tolist()[8] == "layers.8"
+    file = tmp_path / "run" / "trace" / "pages.arrow"
+    data = file.read_bytes()
+    for at in (data.index((77_777).to_bytes(8, "little")), data.index(b"layers.3")):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 0x91]) + data[at + 1 :])
+        with pytest.raises(TraceError, match="pages.arrow: expected the page table"):
+            _ = TraceReader(tmp_path / "run").pages
+
+
+@pytest.mark.parametrize("content", ["", '{"format": "odc', "[]"])
+def test_a_damaged_manifest_is_refused(trace: Path, read_needs, content: str) -> None:
+    (trace / "trace" / "manifest.json").write_text(content)
+    with pytest.raises(TraceError, match="manifest.json: expected a JSON object"):
+        read_needs(trace)
+    assert len(read_needs(trace, strict=False)) == 70
 
 
 def open_segment(tmp_path: Path, steps_writer) -> Path:
