@@ -96,6 +96,8 @@ def read_predictor(
         raise PredictorError(
             f"{path / WEIGHTS} has values that are not finite in {broken}; {_AGAIN}"
         )
+    if (path / CARD).exists():
+        read_card(path)  # nothing here needs it; damage to one file may be damage to the folder
     return header, arrays
 
 

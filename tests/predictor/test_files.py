@@ -136,6 +136,16 @@ def test_a_header_that_is_not_json_is_refused(saved):
         load_predictor(directory)
 
 
+@pytest.mark.parametrize("content", [b"", b'{"note": "a c', b"[]", b"\xff\xfe{}"])
+def test_a_damaged_card_is_refused(saved, content):
+    _, _, directory = saved
+    (directory / CARD).write_bytes(content)
+    with pytest.raises(PredictorError, match=r"card\.json .*train the predictor again"):
+        load_predictor(directory)
+    (directory / CARD).unlink()  # one that was never written is no damage
+    load_predictor(directory)
+
+
 def rewrite(directory, arrays):
     """Puts other weights into a directory, with the right digest."""
     import hashlib
