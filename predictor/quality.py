@@ -25,6 +25,11 @@ CLIP = 1e-3  # scores of 0 and 1 are judged as this far inside: replay's log-los
 BINS = 10
 BLOCK = 1024  # visits judged at a time, to bound memory
 HORIZONS = ("next_set", "later_sets", "next_pass")
+_LEGEND = (
+    "log-loss of each expert's predicted use: lower is better; recall, the share of used experts\n"
+    f"among {BUDGET:g} times as many rated highest: higher is better; next_set: the next layer, "
+    "later_sets:\nthe layers behind it, next_pass: the next forward"
+)
 
 
 @dataclass
@@ -115,13 +120,14 @@ def compare_quality(
 
 
 def quality_table(quality: Mapping[str, Mapping[str, Any]]) -> str:
-    """`compare_quality` as text: one line a scorer, log-loss and recall for each horizon."""
+    """`compare_quality` as text: a line a scorer, log-loss and recall by horizon, a legend."""
     horizons = ["all", *HORIZONS]
     header = f"{'scorer':<12}" + "".join(f"{name:>20}" for name in horizons)
     lines = [header, f"{'':<12}" + f"{'log-loss  recall':>20}" * len(horizons)]
     for name, result in quality.items():
         cells = [result, *(result["by_horizon"].get(h) for h in HORIZONS)]
         lines.append(f"{name:<12}" + "".join(_cell(cell) for cell in cells))
+    lines.append(_LEGEND)
     return "\n".join(lines)
 
 

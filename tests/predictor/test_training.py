@@ -12,7 +12,7 @@ from predictor import load_predictor, read_visits, train_predictor
 from predictor.features import split_by_time
 from predictor.io import PredictorError
 from predictor.model import KINDS
-from predictor.quality import compare_quality, judge_scores, quality_table
+from predictor.quality import HORIZONS, compare_quality, judge_scores, quality_table
 from profiler.errors import TraceError
 from profiler.writer import TraceWriter
 
@@ -168,4 +168,5 @@ def test_the_quality_table_has_a_line_for_each_scorer(random_visits):
     visits = random_visits(passes=40)
     quality = compare_quality(visits, split_by_time(visits))
     lines = quality_table(quality).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["popularity", "replay"]
+    assert [line.split()[0] for line in lines[2:4]] == ["popularity", "replay"]
+    assert all(word in " ".join(lines[4:]) for word in ("log-loss", "recall", *HORIZONS))
