@@ -28,7 +28,7 @@ def exit_code(error: BaseException) -> int | None:
 def messages(error: BaseException) -> list[str]:
     """Returns what to tell the user, a line for each problem."""
     if isinstance(error, KeyboardInterrupt):
-        return ["interrupted"]
+        return ["interrupted", *map(str, error.args)]
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"

@@ -22,7 +22,8 @@ examples:
 
 CONFIG is a file, or the name of a configuration that comes with odc: {names}.
 KEY=VALUE (section.key=value, the value as in YAML) holds against the file.
-Ctrl-C ends the run after its current step, with a checkpoint if checkpoint.every is set.
+Ctrl-C ends the run after its current step, with a checkpoint if checkpoint.every is set, and tells
+the command that goes on.
 """
 
 
@@ -80,12 +81,29 @@ def train_with(args: argparse.Namespace, presets: tuple[str, ...]) -> int:
     config = _load(path, (*presets, *overrides))
     from odc.train.trainer import INTERRUPTED, train
 
-    outcome = train(config, run_dir, resume=args.resume, start_from=args.start_from)
+    try:
+        outcome = train(config, run_dir, resume=args.resume, start_from=args.start_from)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(_how_to_go_on(run_dir)) from error
     if args.json:
         print(json.dumps({"run_dir": str(outcome.run_dir), **outcome.summary}, indent=1))
     else:
         print(_describe(outcome.run_dir, outcome.summary))
-    return INTERRUPT if outcome.status == INTERRUPTED else 0
+    if outcome.status != INTERRUPTED:
+        return 0
+    sys.stdout.flush()
+    print(f"odc: {_how_to_go_on(run_dir)}", file=sys.stderr)
+    return INTERRUPT
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    from odc.train.checkpoint import latest
+    from odc.train.run_dir import resume_command
+
+    saved = latest(run_dir / "checkpoints")
+    if saved is None:
+        return "nothing was saved, so that this run cannot go on; checkpoint.every=STEPS saves"
+    return f"saved at {saved.name}; to go on: {resume_command(run_dir)}"
 
 
 def packaged_configs() -> list[str]:

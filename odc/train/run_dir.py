@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -180,6 +181,11 @@ def newest_run_dir(config_name: str, root: Path = Path("runs")) -> Path:
             f"--resume: {root} holds no run of {config_name}; name the run with --run-dir"
         )
     return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
+
+
+def resume_command(path: Path) -> str:
+    """Returns the command that goes on with a run; its `config.yaml` says the rest."""
+    return f"odc train --run-dir {shlex.quote(str(path))} --resume"
 
 
 def summarize(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from odc.train.divergence import diverged
 from odc.train.models import Transformer
 from odc.train.progress import Display
 from odc.train.recorder import Recorder
-from odc.train.run_dir import RunDir, machine
+from odc.train.run_dir import RunDir, machine, resume_command
 from odc.train.schedule import make_schedule
 from odc.train.tasks import Pretrain, make_task
 
@@ -114,10 +114,7 @@ class Trainer:
         source = _source(run_dir, resume, start_from)
         self.first_step = 0 if source is None else checkpoint.read_step(source)
         if self.first_step >= config.train.steps:
-            raise ConfigError(
-                f"train.steps: got {config.train.steps}; allowed: more than the "
-                f"{self.first_step} steps that {source} has behind it"
-            )
+            raise ConfigError(self._nothing_left(source, resume))
         self._threads = torch.get_num_threads(), sys.getswitchinterval()
         prepare_process(config)
         self.task = make_task(config) if task is None else task
@@ -175,6 +172,18 @@ class Trainer:
         self.manager.close()
         torch.set_num_threads(self._threads[0])
         sys.setswitchinterval(self._threads[1])
+
+    def _nothing_left(self, source: Path | None, resume: bool) -> str:
+        done = self.first_step
+        if not resume:
+            return (
+                f"train.steps: got {self.config.train.steps}; allowed: more than the {done} steps "
+                f"that {source} has behind it"
+            )
+        return (
+            f"{self.run_dir.path}: finished at step {done}; to go on raise train.steps: "
+            f"{resume_command(self.run_dir.path)} train.steps={2 * done}"
+        )
 
     # The loop.
 

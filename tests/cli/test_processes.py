@@ -134,6 +134,7 @@ def test_ctrl_c_ends_a_process_cleanly_with_130(keys, tmp_path):
     assert "Traceback" not in err and "interrupted" in out
     done = len(losses(run_dir))
     assert latest(run_dir / "checkpoints").name == f"step-{done:06d}"
+    assert err.splitlines()[-1].endswith(f"to go on: odc train --run-dir {run_dir} --resume")
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
     assert all(TraceReader(run_dir).clean_end.values())
 
