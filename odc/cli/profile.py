@@ -10,6 +10,8 @@ examples:
   odc profile tiny-moe --run-dir runs/profile
   odc profile config.yaml train.steps=300 memory.prefetch=none
   odc predictor train runs/profile --model lstm -o predictors/first
+
+`odc profile --keys` lists all keys with default and meaning.
 """
 
 

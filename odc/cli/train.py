@@ -21,7 +21,8 @@ examples:
   odc train config.yaml memory.evict_strategy=lru memory.prefetch=none --from runs/first
 
 CONFIG is a file, or the name of a configuration that comes with odc: {names}.
-KEY=VALUE (section.key=value, the value as in YAML) holds against the file.
+KEY=VALUE (section.key=value, the value as in YAML) overrides the file. `odc train --keys` lists
+all keys with default and meaning.
 Ctrl-C ends the run after its current step, with a checkpoint if checkpoint.every is set, and tells
 the command that goes on.
 """
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="CONFIG, KEY=VALUE",
-        help="file or name (left out: that of the run to resume), and what holds against it",
+        help="file or name (left out: that of the run to resume), and overrides",
     )
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="default: runs/CONFIG-TIMESTAMP"
@@ -66,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin a new run at a run's newest checkpoint, or at a checkpoint's folder",
     )
     parser.add_argument("--json", action="store_true", help="print summary.json on stdout")
+    parser.add_argument(
+        "--keys", action="store_true", help="list all keys: default, meaning, what is allowed"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +78,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train_with(args: argparse.Namespace, presets: tuple[str, ...]) -> int:
-    """Trains with overrides that the user's own hold against."""
+    """Trains with presets, over which the user's own overrides win."""
+    if args.keys:
+        from odc.train.config import list_keys
+
+        print(list_keys())
+        return 0
     name, overrides = _sort_out(args)
     run_dir = _run_dir(args, name)
     path = run_dir / "config.yaml" if name is None else config_path(name)

@@ -108,7 +108,7 @@ def load_config(
     Args:
         path: A `config.yaml`; `None` takes all defaults. Keys stand in sections, or dotted
             (`memory.page_budget: 400MB`).
-        overrides: What holds against the file: `["memory.page_budget=400MB"]`, values read as
+        overrides: What overrides the file: `["memory.page_budget=400MB"]`, values read as
             YAML, or `{"memory.page_budget": "400MB"}`.
 
     Returns:
@@ -144,6 +144,20 @@ def dump_config(config: Config, path: str | Path) -> None:
             lines.append(f"  {name}: {_flow(value)}{mark}\n")
     with atomic_path(Path(path)) as temporary:
         temporary.write_text("".join(lines), encoding="utf-8")
+
+
+def list_keys() -> str:
+    """Returns every key with its default, its meaning and what it may be, as a `config.yaml`."""
+    lines = []
+    for heading, section in Config().sections().items():
+        doc = (section.__doc__ or "").splitlines()[0]
+        lines.append(f"{heading}:  # {doc}")
+        for name, field_ in section.fields().items():
+            check, meaning = field_.metadata["check"], field_.metadata["meaning"]
+            mark = "; inactive: no effect yet" if field_.metadata["inactive"] is True else ""
+            default = f"{name}: {_flow(check.show(field_.default))}"
+            lines.append(f"  {default:<32}  # {meaning} [{check.kind}]{mark}")
+    return "\n".join(lines)
 
 
 def _flow(value: Any) -> str:

@@ -26,12 +26,19 @@ class Check:
         parse: Returns the parsed value; raises `ValueError` where the value is not allowed.
         show: Returns what `parse` reads back as the same value.
         words: Spellings to compare a wrong value with.
+        brief: `allowed` in fewer words, for a list of all keys; empty where it is short enough.
     """
 
     allowed: str
     parse: Callable[[Any], Any]
     show: Callable[[Any], Any] = lambda value: value
     words: tuple[str, ...] = ()
+    brief: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What may stand there, in few words."""
+        return self.brief or self.allowed
 
     def refuse(self, path: str, value: object, reason: str = "") -> str:
         """Returns the message for a value that `parse` did not take."""
@@ -136,7 +143,12 @@ def size(*, minimum: int = 0, multiple_of: int = 1, power_of_two: bool = False) 
             raise ValueError
         return num_bytes
 
-    return Check(allowed=sizes.ALLOWED_SIZES + extra, parse=parse, show=sizes.exact_size)
+    return Check(
+        allowed=sizes.ALLOWED_SIZES + extra,
+        parse=parse,
+        show=sizes.exact_size,
+        brief=f"a size such as 512MiB{extra}",
+    )
 
 
 def rate() -> Check:
@@ -148,7 +160,8 @@ def rate() -> Check:
             raise ValueError
         return num_bytes
 
-    return Check(allowed=sizes.ALLOWED_RATES + ", above 0", parse=parse)
+    allowed = sizes.ALLOWED_RATES + ", above 0"
+    return Check(allowed=allowed, parse=parse, brief="a rate such as 1.5GB/s")
 
 
 def optional(check: Check, *, off: str = "null", also: tuple[str, ...] = ()) -> Check:
@@ -167,6 +180,7 @@ def optional(check: Check, *, off: str = "null", also: tuple[str, ...] = ()) -> 
         allowed=f"{', '.join(words)}, or {check.allowed}",
         parse=parse,
         show=show,
+        brief=f"{', '.join(words)}, or {check.kind}",
         words=(*check.words, *(word for word in words if word != "null")),
     )
 

@@ -21,22 +21,40 @@ class ModelConfig(Section):
 
     heading: ClassVar[str] = "model"
 
-    hidden_size: int = setting(256, checks.whole(2))
-    num_layers: int = setting(4, checks.whole(1))
-    num_heads: int = setting(4, checks.whole(1))
-    num_kv_heads: int | None = setting(None, checks.optional(checks.whole(1)))
-    mlp: str = setting("swiglu", checks.choice("swiglu", "gelu"))
-    mlp_size: int | None = setting(None, checks.optional(checks.whole(1), off="auto"))
-    num_experts: int | None = setting(None, checks.optional(checks.whole(1)))
-    top_k: int = setting(2, checks.whole(1))
-    expert_size: int | None = setting(None, checks.optional(checks.whole(1), off="auto"))
-    normalize_gates: bool = setting(True, checks.flag())
-    balance_coef: float = setting(0.01, checks.number(0))
-    router_z_coef: float = setting(0.0, checks.number(0))
-    tie_embeddings: bool = setting(False, checks.flag())
-    norm_eps: float = setting(1e-5, checks.number(0, open_below=True))
-    rope_theta: float = setting(10000.0, checks.number(1))
-    init_std: float = setting(0.02, checks.number(0, open_below=True))
+    hidden_size: int = setting(256, checks.whole(2), "width of the residual stream")
+    num_layers: int = setting(4, checks.whole(1), "decoder layers")
+    num_heads: int = setting(4, checks.whole(1), "query heads of a layer")
+    num_kv_heads: int | None = setting(
+        None, checks.optional(checks.whole(1)), "key and value heads; null: as many as query heads"
+    )
+    mlp: str = setting("swiglu", checks.choice("swiglu", "gelu"), "kind of the feed-forward part")
+    mlp_size: int | None = setting(
+        None,
+        checks.optional(checks.whole(1), off="auto"),
+        "inner width of a dense MLP; auto: 8/3 of hidden_size, 4 for gelu",
+    )
+    num_experts: int | None = setting(
+        None, checks.optional(checks.whole(1)), "experts of a layer; null: a dense model"
+    )
+    top_k: int = setting(2, checks.whole(1), "experts that a token uses")
+    expert_size: int | None = setting(
+        None,
+        checks.optional(checks.whole(1), off="auto"),
+        "inner width of an expert; auto: that of a dense MLP",
+    )
+    normalize_gates: bool = setting(True, checks.flag(), "gates of the chosen experts sum to 1")
+    balance_coef: float = setting(
+        0.01, checks.number(0), "weight of the loss that spreads tokens over experts"
+    )
+    router_z_coef: float = setting(
+        0.0, checks.number(0), "weight of the loss that keeps router logits small"
+    )
+    tie_embeddings: bool = setting(False, checks.flag(), "the output head is the token embedding")
+    norm_eps: float = setting(1e-5, checks.number(0, open_below=True), "epsilon of RMSNorm")
+    rope_theta: float = setting(10000.0, checks.number(1), "base of the rotary embeddings")
+    init_std: float = setting(
+        0.02, checks.number(0, open_below=True), "deviation of the initial weights"
+    )
 
     @property
     def kv_heads(self) -> int:
@@ -91,14 +109,26 @@ class DataConfig(Section):
 
     heading: ClassVar[str] = "data"
 
-    corpus: Sequence[str] = setting(("stdlib",), checks.one_or_more(checks.text()))
-    extensions: Sequence[str] = setting(
-        (".txt", ".md", ".rst", ".py"), checks.list_of(checks.text())
+    corpus: Sequence[str] = setting(
+        ("stdlib",),
+        checks.one_or_more(checks.text()),
+        "files and folders; stdlib: Python's own sources",
     )
-    max_bytes: int | None = setting(None, checks.optional(checks.size(minimum=1)))
-    eval_fraction: float = setting(0.05, checks.number(0, 0.5, open_below=True))
-    vocab_size: int = setting(4096, checks.whole(258, 1 << 20))
-    cache_dir: str | None = setting(None, checks.optional(checks.text()))
+    extensions: Sequence[str] = setting(
+        (".txt", ".md", ".rst", ".py"),
+        checks.list_of(checks.text()),
+        "of the files to take from folders",
+    )
+    max_bytes: int | None = setting(
+        None, checks.optional(checks.size(minimum=1)), "text read at most; null: all"
+    )
+    eval_fraction: float = setting(
+        0.05, checks.number(0, 0.5, open_below=True), "share of the text held out for evaluation"
+    )
+    vocab_size: int = setting(4096, checks.whole(258, 1 << 20), "tokens of the vocabulary")
+    cache_dir: str | None = setting(
+        None, checks.optional(checks.text()), "where tokens are kept; null: the cache of the user"
+    )
 
 
 @dataclass(kw_only=True)
@@ -107,18 +137,28 @@ class TrainConfig(Section):
 
     heading: ClassVar[str] = "train"
 
-    task: str = setting("pretrain", checks.choice("pretrain", later=("sft", "dpo", "grpo")))
-    steps: int = setting(1000, checks.whole(1))
-    seed: int = setting(0, checks.whole(0, (1 << 63) - 1))
-    seq_len: int = setting(256, checks.whole(1))
-    micro_batch: int = setting(8, checks.whole(1))
-    accumulate: int = setting(1, checks.whole(1))
-    eval_every: int | None = setting(None, checks.optional(checks.whole(1)))
-    eval_batches: int = setting(8, checks.whole(1))
-    log_every: int = setting(10, checks.whole(1))
-    threads: int | None = setting(None, checks.optional(checks.whole(1), off="auto"))
-    activation_checkpointing: bool = setting(False, checks.flag())
-    dtype: str = setting("float32", checks.choice("float32"))
+    task: str = setting(
+        "pretrain", checks.choice("pretrain", later=("sft", "dpo", "grpo")), "what to train for"
+    )
+    steps: int = setting(1000, checks.whole(1), "optimizer steps of the whole run")
+    seed: int = setting(0, checks.whole(0, (1 << 63) - 1), "of weights and batches")
+    seq_len: int = setting(256, checks.whole(1), "tokens of a sequence")
+    micro_batch: int = setting(8, checks.whole(1), "sequences of a forward and backward")
+    accumulate: int = setting(1, checks.whole(1), "micro-batches of a step")
+    eval_every: int | None = setting(
+        None, checks.optional(checks.whole(1)), "steps between evaluations; null: none"
+    )
+    eval_batches: int = setting(8, checks.whole(1), "batches of an evaluation")
+    log_every: int = setting(10, checks.whole(1), "steps between printed lines")
+    threads: int | None = setting(
+        None,
+        checks.optional(checks.whole(1), off="auto"),
+        "compute threads; auto: all cores but one",
+    )
+    activation_checkpointing: bool = setting(
+        False, checks.flag(), "recompute activations in backward"
+    )
+    dtype: str = setting("float32", checks.choice("float32"), "of weights and moments")
 
     @property
     def num_threads(self) -> int:
@@ -134,23 +174,38 @@ class OptimizerConfig(Section):
 
     heading: ClassVar[str] = "optimizer"
 
-    name: str = setting("adamw", checks.choice("adamw"))
-    lr: float = setting(3e-4, checks.number(0, open_below=True))
+    name: str = setting("adamw", checks.choice("adamw"), "which optimizer")
+    lr: float = setting(3e-4, checks.number(0, open_below=True), "learning rate after the warmup")
     betas: Sequence[float] = setting(
-        (0.9, 0.95), checks.list_of(checks.number(0, 1, open_above=True), length=2)
+        (0.9, 0.95),
+        checks.list_of(checks.number(0, 1, open_above=True), length=2),
+        "decay of the two moments",
     )
-    eps: float = setting(1e-8, checks.number(0, open_below=True))
-    weight_decay: float = setting(0.1, checks.number(0))
-    max_grad_norm: float | None = setting(None, checks.optional(checks.number(0, open_below=True)))
+    eps: float = setting(1e-8, checks.number(0, open_below=True), "epsilon of AdamW")
+    weight_decay: float = setting(0.1, checks.number(0), "of matrices; vectors do not decay")
+    max_grad_norm: float | None = setting(
+        None,
+        checks.optional(checks.number(0, open_below=True)),
+        "clip gradients to this global norm; null: no clipping",
+    )
     where: str = setting(
-        "device", checks.choice("device", "home", "auto"), inactive=("home", "auto")
+        "device",
+        checks.choice("device", "home", "auto"),
+        "where updates are computed",
+        inactive=("home", "auto"),
     )
     update: str | None = setting(
-        None, checks.optional(checks.choice("backward", "step"), off="auto")
+        None,
+        checks.optional(checks.choice("backward", "step"), off="auto"),
+        "when a group is updated; auto: backward, step where gradients are clipped",
     )
-    schedule: str = setting("constant", checks.choice("constant", "cosine", "linear"))
-    warmup_steps: int = setting(0, checks.whole(0))
-    min_lr_ratio: float = setting(0.1, checks.number(0, 1))
+    schedule: str = setting(
+        "constant", checks.choice("constant", "cosine", "linear"), "of the learning rate"
+    )
+    warmup_steps: int = setting(0, checks.whole(0), "steps in which the rate rises from 0")
+    min_lr_ratio: float = setting(
+        0.1, checks.number(0, 1), "where the schedule ends, as a share of lr"
+    )
 
     def resolve(self) -> None:
         """Updates run in backward unless the global gradient norm must be known first."""
@@ -174,31 +229,63 @@ class MemoryConfig(Section):
     heading: ClassVar[str] = "memory"
 
     total_mem: int | None = setting(
-        None, checks.optional(checks.size(minimum=FRAME_BYTES), off="unlimited")
+        None,
+        checks.optional(checks.size(minimum=FRAME_BYTES), off="unlimited"),
+        "what pages, activations and gradients may take together",
     )
     page_budget: int | None = setting(
-        None, checks.optional(checks.size(minimum=FRAME_BYTES), also=("unlimited",))
+        None,
+        checks.optional(checks.size(minimum=FRAME_BYTES), also=("unlimited",)),
+        "fixes what pages get; null: what total_mem leaves",
     )
-    page_size: int = setting(256 << 20, checks.size(minimum=FRAME_BYTES, multiple_of=FRAME_BYTES))
-    home: str = setting("host", checks.choice("host", "disk"))
-    home_dir: str | None = setting(None, checks.optional(checks.text()))
+    page_size: int = setting(
+        256 << 20, checks.size(minimum=FRAME_BYTES, multiple_of=FRAME_BYTES), "largest page"
+    )
+    home: str = setting(
+        "host", checks.choice("host", "disk"), "where pages live when they are not on the device"
+    )
+    home_dir: str | None = setting(
+        None, checks.optional(checks.text()), "folder of a disk home; null: a temporary one"
+    )
     evict_strategy: str = setting(
         "cost_aware",
         checks.choice("lru", "cost_aware", "belady", later=("mru", "fifo", "lfu", "gdsf", "auto")),
+        "which page goes when room is needed",
     )
     prefetch: str = setting(
         "popularity",
         checks.choice(
             "none", "next_k", "replay", "popularity", "predictor", "oracle", later=("auto",)
         ),
+        "how pages are chosen to be loaded ahead",
     )
-    predictor: str = setting("none", checks.choice("none", "sklearn", "lstm"))
-    predictor_path: str | None = setting(None, checks.optional(checks.text()))
-    oracle_trace: str | None = setting(None, checks.optional(checks.text()))
-    page_prefetch: int | None = setting(None, checks.optional(checks.whole(0), off="auto"))
-    prefetch_window: int | None = setting(None, checks.optional(checks.whole(0), off="auto"))
-    max_items: int | None = setting(None, checks.optional(checks.whole(1), off="auto"))
-    link_bandwidth: int | None = setting(None, checks.optional(checks.rate()))
+    predictor: str = setting(
+        "none", checks.choice("none", "sklearn", "lstm"), "learned model behind prefetch: predictor"
+    )
+    predictor_path: str | None = setting(
+        None, checks.optional(checks.text()), "folder made by `odc predictor train`"
+    )
+    oracle_trace: str | None = setting(
+        None, checks.optional(checks.text()), "run whose trace is the future for oracle and belady"
+    )
+    page_prefetch: int | None = setting(
+        None,
+        checks.optional(checks.whole(0), off="auto"),
+        "modules ahead that pages may be loaded; auto: no limit",
+    )
+    prefetch_window: int | None = setting(
+        None,
+        checks.optional(checks.whole(0), off="auto"),
+        "passes ahead that pages may be loaded; auto: no limit",
+    )
+    max_items: int | None = setting(
+        None,
+        checks.optional(checks.whole(1), off="auto"),
+        "pages on the device at most; auto: as many as fit",
+    )
+    link_bandwidth: int | None = setting(
+        None, checks.optional(checks.rate()), "emulated speed of the bus each way; null: none"
+    )
 
     def resolve(self) -> None:
         """Naming a predictor means to use it."""
@@ -273,13 +360,26 @@ class ShardingConfig(Section):
 
     heading: ClassVar[str] = "sharding"
 
-    shard_granularity: str = setting("block", checks.choice("element", "block"), inactive=True)
-    dbuffer_size: int = setting(
-        256 << 20, checks.size(minimum=FRAME_BYTES, power_of_two=True), inactive=True
+    shard_granularity: str = setting(
+        "block", checks.choice("element", "block"), "where a slice may be cut", inactive=True
     )
-    planning_algorithm: str = setting("greedy", checks.choice("greedy", "optimal"), inactive=True)
+    dbuffer_size: int = setting(
+        256 << 20,
+        checks.size(minimum=FRAME_BYTES, power_of_two=True),
+        "of a group's flat buffer",
+        inactive=True,
+    )
+    planning_algorithm: str = setting(
+        "greedy",
+        checks.choice("greedy", "optimal"),
+        "how tensors are laid into buffers",
+        inactive=True,
+    )
     max_buffers: int | None = setting(
-        None, checks.optional(checks.whole(1), off="auto"), inactive=True
+        None,
+        checks.optional(checks.whole(1), off="auto"),
+        "buffers that may be gathered at once",
+        inactive=True,
     )
 
 
@@ -292,9 +392,12 @@ class CommunicationConfig(Section):
     priority_buckets: int | Sequence[Sequence[str]] = setting(
         3,
         checks.either(checks.whole(1), checks.list_of(checks.list_of(checks.pattern()))),
+        "parameters that communicate first: a number, or name patterns",
         inactive=True,
     )
-    overlap_factor: float = setting(0.8, checks.number(0, 1), inactive=True)
+    overlap_factor: float = setting(
+        0.8, checks.number(0, 1), "share of communication to hide behind compute", inactive=True
+    )
 
 
 @dataclass(kw_only=True)
@@ -303,10 +406,13 @@ class ProfilerConfig(Section):
 
     heading: ClassVar[str] = "profiler"
 
-    trace_interval: int = setting(100, checks.whole(1))
+    trace_interval: int = setting(
+        100, checks.whole(1), "every how many steps one is traced in full"
+    )
     metrics: Sequence[str] = setting(
         ("comm_vol", "mem_footprint"),
         checks.list_of(checks.choice("comm_vol", "mem_footprint"), may_be_empty=True),
+        "what a trace holds beside needs and actions",
     )
 
 
@@ -316,6 +422,12 @@ class CheckpointConfig(Section):
 
     heading: ClassVar[str] = "checkpoint"
 
-    every: int | None = setting(None, checks.optional(checks.whole(1)))
-    dir: str | None = setting(None, checks.optional(checks.text()))
-    keep: int = setting(2, checks.whole(1))
+    every: int | None = setting(
+        None,
+        checks.optional(checks.whole(1)),
+        "steps between checkpoints, and one at the end; null: none",
+    )
+    dir: str | None = setting(
+        None, checks.optional(checks.text()), "where checkpoints lie; null: in the run directory"
+    )
+    keep: int = setting(2, checks.whole(1), "newest checkpoints that are kept")

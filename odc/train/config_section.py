@@ -9,15 +9,19 @@ from odc.train import config_checks as checks
 from odc.train.config_checks import Check
 
 
-def setting(default: Any, check: Check, *, inactive: bool | tuple[Any, ...] = False) -> Any:
+def setting(
+    default: Any, check: Check, meaning: str, *, inactive: bool | tuple[Any, ...] = False
+) -> Any:
     """Declares one key.
 
     Args:
         default: Value where the key is not given.
         check: What the key may be.
+        meaning: What it is, in a few words.
         inactive: `True` where the key has no effect yet, or the values that have none.
     """
-    return dataclasses.field(default=default, metadata={"check": check, "inactive": inactive})
+    metadata = {"check": check, "meaning": meaning, "inactive": inactive}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(kw_only=True)

@@ -118,6 +118,12 @@ def test_debugging_shows_the_traceback(monkeypatch):
         main(["train", "nowhere.yaml"])
 
 
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_keys_lists_every_key_and_needs_no_configuration(command, capsys):
+    assert main([command, "--keys"]) == 0
+    assert "page_budget: null" in capsys.readouterr().out
+
+
 def test_train_prints_its_summary_as_json(tiny, tmp_path, capsys):
     run_dir = tmp_path / "run"
     # Options may stand anywhere between CONFIG and overrides.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.errors import ConfigError, OdcError
-from odc.train.config import Config, dump_config, load_config
+from odc.train.config import Config, dump_config, list_keys, load_config
 from odc.train.config_schema import MemoryConfig, OptimizerConfig
 
 
@@ -117,7 +117,7 @@ def test_all_problems_of_a_file_are_told_together(tmp_path):
         assert part in told, part
 
 
-def test_overrides_hold_against_the_file_and_are_read_as_yaml(tmp_path):
+def test_overrides_win_over_the_file_and_are_read_as_yaml(tmp_path):
     path = write(tmp_path, "memory.page_budget: 1GB\noptimizer: {lr: 3e-4}\n")
     config, _ = load_config(
         path, ["memory.page_budget=400MB", "optimizer.betas=[0.8, 0.9]", "memory.total_mem=null"]
@@ -256,6 +256,18 @@ def test_the_resolved_file_holds_every_key_loads_back_equal_and_is_silent(tmp_pa
         assert list(tree[heading]) == [f.name for f in dataclasses.fields(section)]
     dump_config(load_config()[0], tmp_path / "default.yaml")
     assert load_config(tmp_path / "default.yaml")[1] == []
+
+
+def test_the_list_of_keys_is_a_configuration_of_all_defaults_with_meanings(tmp_path):
+    text = list_keys()
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    for section in load_config(path)[0].sections().values():
+        assert all(getattr(section, k) == f.default for k, f in section.fields().items())
+    lines = text.splitlines()
+    keys = [name for section in Config().sections().values() for name in section.fields()]
+    assert [line.split(":")[0].strip() for line in lines if line.startswith("  ")] == keys
+    assert all("  # " in line for line in lines)
 
 
 def test_keys_without_effect_are_marked_in_the_resolved_file(tmp_path):
