@@ -78,6 +78,7 @@ class DiskHome:
     Args:
         num_bytes: size of the file; it is reserved at once, so that a full disk shows now.
         folder: where the file goes (default: the system's folder for temporary files).
+        option: what errors call ``folder``.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -86,7 +87,13 @@ class DiskHome:
 
     tier = Tier.DISK
 
-    def __init__(self, num_bytes: int, folder: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        option: str = "home_dir",
+    ) -> None:
         self.folder = Path(folder) if folder is not None else Path(tempfile.gettempdir())
         self.path = self.folder / f"odc-home-{os.getpid()}.pages"
         self.direct = True
@@ -98,11 +105,11 @@ class DiskHome:
             if error.errno == errno.ENOSPC:
                 free = os.statvfs(self.folder)
                 raise BudgetError(
-                    f"memory.home_dir: {self.folder} has {free.f_bavail * free.f_frsize} bytes "
+                    f"{option}: {self.folder} has {free.f_bavail * free.f_frsize} bytes "
                     f"free, the model's state needs {num_bytes}; name another folder"
                 ) from error
             raise ConfigError(
-                f"memory.home_dir: cannot make a file in {self.folder} ({error.strerror}); "
+                f"{option}: cannot make a file in {self.folder} ({error.strerror}); "
                 "name a folder that can be written"
             ) from error
 

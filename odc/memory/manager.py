@@ -60,6 +60,8 @@ class MemoryManager(Pager):
         prefetch: makes the prefetcher; returns None for demand paging.
         policy: policy code for the trace.
         tuning: knobs of the scheduler.
+        option_prefix: what stands before the names of these arguments in errors: ``"memory."``
+            where they come from a configuration file.
     """
 
     def __init__(
@@ -78,14 +80,16 @@ class MemoryManager(Pager):
         prefetch: PrefetchFactory = popularity,
         policy: int = 0,
         tuning: Tuning | None = None,
+        option_prefix: str = "",
     ) -> None:
+        self.option_prefix = option_prefix
         limited = total_mem is not None and total_mem != "unlimited"
         self.ledger = Ledger(
             parse_size(total_mem) if limited and total_mem is not None else None,
             None if page_budget is None else parse_size(page_budget),
         )
         if home not in ("host", "disk"):
-            raise BudgetError(f"memory.home must be host or disk, got {home!r}")
+            raise BudgetError(f"{option_prefix}home must be host or disk, got {home!r}")
         self._home_kind, self._home_dir = home, home_dir
         self._link_bandwidth = link_bandwidth
         self._limits = Limits(page_prefetch, prefetch_window)
@@ -157,7 +161,11 @@ class MemoryManager(Pager):
         weight = np.ones(len(table.pages))
         prefetcher = None if self.unlimited else self._prefetch(library, weight, self._limits)
         if self._home_kind == "disk":
-            self.home = DiskHome(table.home_bytes + table.gradient_bytes, self._home_dir)
+            self.home = DiskHome(
+                table.home_bytes + table.gradient_bytes,
+                self._home_dir,
+                option=f"{self.option_prefix}home_dir",
+            )
         else:
             self.home = HostHome(table.home_bytes, table.gradient_bytes)
         self.pool = make_pool(frames)
@@ -169,13 +177,14 @@ class MemoryManager(Pager):
 
     def _refuse(self, frames: int, least: int, owner: int) -> None:
         name = self.table.groups[owner].name
-        option = "memory.page_budget"
+        option = "page_budget"
         need = least * FRAME_BYTES
         if self.ledger.fixed_page_bytes is None:
-            option, need = "memory.total_mem", 2 * need
+            option, need = "total_mem", 2 * need
         raise BudgetError(
-            f"{option}: {format_bytes(frames * FRAME_BYTES)} for pages cannot train group {name}; "
-            f"use at least {exact_size(need)}, or smaller pages (memory.page_size)"
+            f"{self.option_prefix}{option}: {format_bytes(frames * FRAME_BYTES)} for pages cannot "
+            f"train group {name}; use at least {exact_size(need)}, or smaller pages "
+            f"({self.option_prefix}page_size)"
         )
 
     def begin_pass(self, ctx: int, tokens: int = 0) -> None:
@@ -208,9 +217,9 @@ class MemoryManager(Pager):
             total = self.ledger.total_bytes or 0
             enough = math.ceil((rest + least_bytes) * 1.02 / (1 << 20)) << 20
             raise BudgetError(
-                f"memory.total_mem: activations and the rest peak at {format_bytes(rest)} of "
-                f"{format_bytes(total)} and leave {format_bytes(target * FRAME_BYTES)} for pages, "
-                f"which need {format_bytes(least_bytes)}; use a smaller micro-batch, activation "
+                f"{self.option_prefix}total_mem: activations and the rest peak at "
+                f"{format_bytes(rest)} of {format_bytes(total)} and leave "
+                f"{format_bytes(target * FRAME_BYTES)} for pages, which need {format_bytes(least_bytes)}; use a smaller micro-batch, activation "
                 f"checkpointing, or total_mem >= {exact_size(enough)}"
             )
         self._resize(target)

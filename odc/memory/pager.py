@@ -62,7 +62,12 @@ class Pager:
         eviction: victim order.
         prefetcher: knowledge of the future, or None for demand paging.
         tuning: knobs.
+
+    Attributes:
+        option_prefix: what stands before the names of options in errors.
     """
+
+    option_prefix = ""
 
     def __init__(
         self,
@@ -394,9 +399,9 @@ class Pager:
             {table.groups[table.pages[p].group].name for p, n in enumerate(table.pins) if n}
         )
         return (
-            f"memory.page_budget: {frames} frames are needed and every other page is in use by "
-            f"{', '.join(names[:8])}; {self.transfers.num_frames} frames of 2 MiB are the budget, "
-            f"use at least {self.transfers.num_frames + frames} "
+            f"{self.option_prefix}page_budget: {frames} frames are needed and every other page is "
+            f"in use by {', '.join(names[:8])}; {self.transfers.num_frames} frames of 2 MiB are the "
+            f"budget, use at least {self.transfers.num_frames + frames} "
             f"({(self.transfers.num_frames + frames) * 2} MiB)"
         )
 

@@ -78,6 +78,7 @@ def make_memory(config: Config, first_step: int = 0) -> MemoryManager:
         eviction=_EVICTIONS[memory.evict_strategy](),
         prefetch=_prefetch_factory(memory, first_step),
         policy=policy_code(memory.evict_strategy, memory.prefetch),
+        option_prefix="memory.",
     )
 
 

@@ -108,14 +108,14 @@ def test_a_full_disk_shows_at_the_start(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(BudgetError, match="memory.home_dir: .* bytes free"):
+    with pytest.raises(BudgetError, match="^home_dir: .* bytes free"):
         DiskHome(FRAME_BYTES, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="memory.home_dir: cannot make a file in"):
+    with pytest.raises(ConfigError, match="^home_dir: cannot make a file in"):
         DiskHome(FRAME_BYTES, tmp_path / "file")
 
 
