@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from odc.errors import ConfigError
 from odc.fsdp.group import Chunk, ParamGroup
 from odc.fsdp.parameter import PagedParameter
 from odc.fsdp.runtime import Runtime
@@ -28,8 +29,15 @@ def check_options(optimizer: type, options: dict[str, Any]) -> None:
     """Refuse what the paged optimizer cannot do.
 
     Raises:
+        ConfigError: an optimizer made already, in place of its class.
         ValueError: another class than AdamW, or an option of it that needs state outside pages.
     """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a class, got an instance of {type(optimizer).__name__}, whose "
+            "parameters are not those that lie in pages; use odc.paged(model, torch.optim.AdamW, "
+            "lr=...) and the optimizer that it returns"
+        )
     if optimizer is not torch.optim.AdamW:
         raise ValueError(
             f"optimizer must be torch.optim.AdamW, got {optimizer}: has to lie in pages; "

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from odc.errors import ConfigError
 from odc.fsdp.group import ParamGroup, UnitGroups
 from odc.fsdp.hooks import UnitHooks
 from odc.fsdp.optimizer import NUM_MOMENTS, PagedAdamW, check_options
 from odc.fsdp.parameter import PagedParameter, _refuse_copy
 from odc.fsdp.runtime import Runtime
-from odc.fsdp.wrap import ExpertSet, Unit, find_units
+from odc.fsdp.wrap import ExpertSet, Unit, check_modules, find_units
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.manager import MemoryManager
 
@@ -166,7 +167,7 @@ def paged(
             budget) trained by any ``torch.optim``.
         total_mem: what pages, activations and gradients may take together, as bytes or ``"2GB"``;
             None keeps everything resident.
-        page_budget: what pages may take, whatever the rest needs.
+        page_budget: what pages may take, whatever the rest needs; instead of ``total_mem``.
         page_size: upper limit of a page; smaller pages fit smaller budgets.
         home: ``"host"`` or ``"disk"``.
         home_dir: folder for a disk home.
@@ -192,6 +193,7 @@ def paged(
         BudgetError: a group does not fit; says which budget would do.
     """
     _check(model, optimizer, update, accumulate, max_grad_norm, options)
+    _check_memory(memory, total_mem, page_budget)
     if memory is None:
         memory = MemoryManager(
             total_mem=total_mem,
@@ -238,6 +240,7 @@ def _check(
         raise ValueError("the model is paged already")
     if optimizer is not None:
         check_options(optimizer, options)
+    check_modules(model, optimizer is not None)
     if update not in ("step", "backward"):
         raise ValueError(f"update must be 'step' or 'backward', got {update!r}")
     if update == "backward" and max_grad_norm is not None:
@@ -261,6 +264,24 @@ def _check(
             f"{torch.get_num_threads()} compute threads on {os.cpu_count()} cores leave none for "
             f"transfers; torch.set_num_threads({(os.cpu_count() or 2) - 1}) is usually faster",
             stacklevel=3,
+        )
+
+
+def _check_memory(
+    memory: MemoryManager | None, total_mem: int | str | None, page_budget: int | str | None
+) -> None:
+    """Refuse a limit that would be ignored."""
+    limited = total_mem is not None and total_mem != "unlimited"
+    if memory is not None and (limited or page_budget is not None):
+        raise ConfigError(
+            "memory: is a manager with a budget of its own; drop total_mem and page_budget, or "
+            "give them to the manager"
+        )
+    if limited and page_budget is not None:
+        raise ConfigError(
+            f"total_mem={total_mem!r} and page_budget={page_budget!r}: what pages get is measured "
+            "for the one and fixed by the other; drop page_budget to stay within total_mem, or "
+            "drop total_mem to fix what pages get"
         )
 
 

@@ -12,6 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from odc.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -56,6 +59,28 @@ class ExpertSet:
 
     module: nn.Module
     members: list[Unit]
+
+
+def check_modules(model: nn.Module, train: bool) -> None:
+    """Refuse parameters that cannot lie in pages.
+
+    Raises:
+        ConfigError: one has no shape yet, or would be given a sparse gradient.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name} has no shape yet: pages need the shape of every parameter; run one "
+                "forward before odc.paged, or use a layer that is given its sizes (nn.Linear for "
+                "nn.LazyLinear)"
+            )
+    for name, module in model.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if train and sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name or type(module).__name__}: sparse=True gives a sparse gradient, pages hold "
+                "dense ones; use sparse=False"
+            )
 
 
 def find_units(model: nn.Module) -> tuple[list[Unit], list[ExpertSet]]:

@@ -219,7 +219,8 @@ class MemoryManager(Pager):
             raise BudgetError(
                 f"{self.option_prefix}total_mem: activations and the rest peak at "
                 f"{format_bytes(rest)} of {format_bytes(total)} and leave "
-                f"{format_bytes(target * FRAME_BYTES)} for pages, which need {format_bytes(least_bytes)}; use a smaller micro-batch, activation "
+                f"{format_bytes(target * FRAME_BYTES)} for pages, which need "
+                f"{format_bytes(least_bytes)}; use a smaller micro-batch, activation "
                 f"checkpointing, or total_mem >= {exact_size(enough)}"
             )
         self._resize(target)

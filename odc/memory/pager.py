@@ -400,8 +400,8 @@ class Pager:
         )
         return (
             f"{self.option_prefix}page_budget: {frames} frames are needed and every other page is "
-            f"in use by {', '.join(names[:8])}; {self.transfers.num_frames} frames of 2 MiB are the "
-            f"budget, use at least {self.transfers.num_frames + frames} "
+            f"in use by {', '.join(names[:8])}; {self.transfers.num_frames} frames of 2 MiB are "
+            f"the budget, use at least {self.transfers.num_frames + frames} "
             f"({(self.transfers.num_frames + frames) * 2} MiB)"
         )
 

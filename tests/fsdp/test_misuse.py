@@ -1,12 +1,14 @@
 """What a careless user does to a paged model: a clear error, and a way on."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import odc
+from odc.memory.manager import MemoryManager
 
 
 def small(**arguments: object) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -93,6 +95,42 @@ class TestMisuse:
     def test_numbers_that_cannot_work_are_refused(self, arguments: dict[str, object]) -> None:
         with pytest.raises(ValueError, match=next(iter(arguments))):
             small(**arguments)
+
+    def test_two_limits_at_once_are_refused(self) -> None:
+        with pytest.raises(odc.ConfigError, match=r"drop page_budget .* or drop total_mem"):
+            small(total_mem="1GB")
+        with pytest.raises(odc.ConfigError, match="memory: .*drop total_mem and page_budget"):
+            small(memory=MemoryManager(page_budget="12MB"))
+        small(total_mem="unlimited")
+
+    def test_errors_name_arguments_as_python_does(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        for arguments, told in (
+            ({"page_budget": "2MB"}, r"^page_budget: .*\(page_size\)"),
+            ({"total_mem": "2MB"}, r"^total_mem: .*\(page_size\)"),
+            ({"home": "tape"}, "^home must be"),
+            ({"page_budget": "40MB", "home": "disk", "home_dir": tmp_path / "file"}, "^home_dir: "),
+        ):
+            with pytest.raises(odc.OdcError, match=told):
+                odc.paged(nn.Linear(1024, 1024), lr=1e-3, **arguments)
+
+    def test_an_optimizer_that_was_made_already_is_refused(self) -> None:
+        model = nn.Linear(4, 4)
+        with pytest.raises(odc.OdcError, match="optimizer must be a class, got an instance of SGD"):
+            odc.paged(model, torch.optim.SGD(model.parameters()))
+
+    def test_a_parameter_without_a_shape_is_named(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+        with pytest.raises(odc.OdcError, match=r"^1\.weight has no shape .* run one forward"):
+            odc.paged(model, lr=1e-3)
+        model(torch.ones(1, 4))
+        odc.paged(model, lr=1e-3)
+
+    @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+    def test_a_sparse_gradient_is_refused_before_training(self, kind: type[nn.Module]) -> None:
+        with pytest.raises(odc.OdcError, match="^0: sparse=True .* use sparse=False"):
+            odc.paged(nn.Sequential(kind(8, 4, sparse=True)), lr=1e-3)
+        odc.paged(nn.Sequential(kind(8, 4, sparse=True)), None)
 
     def test_a_model_without_trainable_parameters_names_the_argument(self) -> None:
         with pytest.raises(ValueError, match="optimizer=None"):
