@@ -166,7 +166,7 @@ def paged(
         optimizer: ``torch.optim.AdamW``, or None for a model that is not trained, or (without a
             budget) trained by any ``torch.optim``.
         total_mem: what pages, activations and gradients may take together, as bytes or ``"2GB"``;
-            None keeps everything resident.
+            None keeps everything resident. Pages get what the largest step so far has left.
         page_budget: what pages may take, whatever the rest needs; instead of ``total_mem``.
         page_size: upper limit of a page; smaller pages fit smaller budgets.
         home: ``"host"`` or ``"disk"``.

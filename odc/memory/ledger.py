@@ -8,6 +8,13 @@ pages and a home in host memory take. Pages get what the rest leaves of ``total_
 The kernel's peak never falls, so it tells something new only when it has grown; then it was reached
 since the last look, with the pool of that time. (Setting it back would spoil it for everybody who
 watches the process.)
+
+So the rest's peak never falls either, and one huge batch costs pages for the rest of the run. That
+is meant: ``total_mem`` is a limit, and what came once may come again after any window that a
+shorter memory would look back on (an evaluation, the longest sequence of an epoch). By then pages
+would have grown into its room. Between peaks the resident size alone tells too little to grow
+safely: what a step took at most is not to be seen from its beginning and its end. Who knows that it
+will not come again gives pages a fixed ``page_budget``, or resumes in a new process.
 """
 
 from __future__ import annotations
