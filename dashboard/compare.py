@@ -136,15 +136,15 @@ def compare_table(rows: list[RunRow]) -> DataTable:
         Column("policy", "Policy", lambda text: text or units.UNKNOWN, numeric=False),
         Column("steps", "Steps", units.count),
         Column("mean_step_s", "Mean step", units.seconds),
-        Column("step_change", "Change", _change),
+        Column("step_change", "Step change", _change),
         Column("stall_s_per_step", "Stall / step", units.seconds),
-        Column("stall_change", "Change", _change),
+        Column("stall_change", "Stall change", _change),
         Column("misses_per_step", "Misses / step", units.count),
         Column("bytes_in_per_step", "In / step", units.size),
         Column("bytes_out_per_step", "Out / step", units.size),
         Column("page_budget", "Page budget", _budget),
         Column("final_loss", "Final loss", units.number),
-        Column("max_loss_difference", "Max |Δ loss|", _gap),
+        Column("max_loss_difference", "Largest loss difference", _gap),
     )
     base = rows[0] if rows else None
     table = [
@@ -165,7 +165,7 @@ def compare_table(rows: list[RunRow]) -> DataTable:
         )
         for row in rows
     ]
-    caption = "All runs of the folder, means of their steps; changes against the first row"
+    caption = "All runs of the folder: means of their steps, changes against the first row"
     return DataTable("runs", caption, columns, table)
 
 
@@ -204,24 +204,35 @@ def compare_verdict(rows: list[RunRow]) -> str:
         )
     best = min(comparable, key=lambda row: row.mean_step_s)
     change = _ratio(best.mean_step_s, base.mean_step_s)
-    others = units.plural(len(comparable), "other run")
+    own, against = units.seconds(best.mean_step_s), units.seconds(base.mean_step_s)
+    same = "with the same page budget and corpus"
     if change > -0.005 and len(comparable) == 1:
         return (
-            f"“{best.name}” has the budget and corpus of “{base.name}” and no shorter step: "
-            f"{units.seconds(best.mean_step_s)} against {units.seconds(base.mean_step_s)}."
+            f"“{best.name}” is no faster than “{base.name}”, {same}: "
+            f"its mean step takes {own} against {against}."
         )
     if change > -0.005:
         return (
-            f"Of {others} with the same budget and corpus, none has a shorter step than "
-            f"“{base.name}” ({units.seconds(base.mean_step_s)}); the next, “{best.name}”, has "
-            f"{units.seconds(best.mean_step_s)}."
+            f"None of {len(comparable)} other runs {same} is faster than “{base.name}”, whose mean "
+            f"step takes {against}; the next, “{best.name}”, takes {own}."
         )
     return (
-        f"Of {others} with the same budget and corpus, “{best.name}” has the shortest step: "
-        f"{units.seconds(best.mean_step_s)} against {units.seconds(base.mean_step_s)} of "
-        f"“{base.name}” ({units.share(-change)} less), stall {units.seconds(best.stall_s)} "
-        f"against {units.seconds(base.stall_s)} a step{_loss_words(best)}."
+        f"“{best.name}” is the fastest of {len(comparable) + 1} runs {same}: its mean step takes "
+        f"{own}, {units.share(-change)} less than that of “{base.name}” ({against}), and waits for "
+        f"pages {units.seconds(best.stall_s)} instead of {units.seconds(base.stall_s)}"
+        f"{_loss_words(best)}."
     )
+
+
+def baseline_words(rows: list[RunRow]) -> str:
+    """Say which run the others are compared with, and why that one."""
+    base = rows[0]
+    why = (
+        "which loads pages only when they are needed (policy lru+none)"
+        if base.policy == BASELINE_POLICY
+        else "the first run, as none here has the policy lru+none"
+    )
+    return f"Changes and loss differences are against “{base.name}”, {why}."
 
 
 def _loss_words(row: RunRow) -> str:
@@ -229,4 +240,4 @@ def _loss_words(row: RunRow) -> str:
         return ""
     if row.loss_gap == 0:
         return ", with the same losses"
-    return f", losses within {units.number(row.loss_gap)}"
+    return f", with losses within {units.number(row.loss_gap)}"

@@ -9,7 +9,13 @@ import plotly.graph_objects as go
 
 from dashboard import units
 from dashboard.binning import edges, mean_bins
-from dashboard.compare import compare_figure, compare_rows, compare_table, compare_verdict
+from dashboard.compare import (
+    baseline_words,
+    compare_figure,
+    compare_rows,
+    compare_table,
+    compare_verdict,
+)
 from dashboard.content import Column, DataTable, How, Notice, PageContent, Panel, Tile
 from dashboard.data import RunData
 from dashboard.metrics import Metrics
@@ -216,8 +222,9 @@ def comparison(runs: list[RunData], theme: Theme) -> PageContent | None:
     verdict = compare_verdict(rows)
     return PageContent(
         "Runs compared",
-        "Did the change help?",
+        "Which run takes the shortest steps, and are its losses the same?",
         verdict,
+        explanation=(baseline_words(rows),),
         panels=(Panel("runs", "Where a step's time goes", compare_figure(rows, theme), verdict),),
         how=_how(),
         tables=(compare_table(rows),),

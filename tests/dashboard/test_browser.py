@@ -211,3 +211,13 @@ def test_the_report_draws_itself_without_any_request(browser, folder: Path, tmp_
     assert_nothing_is_shared(page)
     page.close()
     assert watch.faults == []
+
+
+def test_the_comparison_in_the_report_is_not_cut_off(browser, folder: Path, tmp_path: Path) -> None:
+    path = write_report(folder, tmp_path / "report.html")
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page.goto(path.as_uri())
+    widths = "e => [e.scrollWidth, e.clientWidth]"
+    needed, shown = page.locator(".table .scroll").first.evaluate(widths)
+    assert needed <= shown
+    page.close()

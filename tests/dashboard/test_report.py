@@ -50,7 +50,7 @@ def test_plotly_is_inlined_once_and_uploads_nothing(folder: Path, tmp_path: Path
 
 def test_a_folder_gets_the_comparison_and_every_run(folder: Path, tmp_path: Path) -> None:
     text = write_report(folder, tmp_path / "r.html").read_text()
-    assert "Runs compared" in text and "“popularity” has the shortest step" in text
+    assert "Runs compared" in text and "“popularity” is the fastest of" in text
     for name in ("last", "lru+none", "popularity"):
         assert f"Run {name}" in text
     figures = set(re.findall(r'data-figure="([^"]+)"', text))

@@ -88,8 +88,9 @@ def test_runs_are_compared_against_demand_lru_of_the_same_budget(
     ]
     page = overview.comparison(runs, LIGHT)
     assert page is not None
-    assert "“popularity” has the shortest step" in page.verdict
+    assert "“popularity” is the fastest of 2 runs" in page.verdict
     assert "with the same losses" in page.verdict
+    assert "against “lru+none”, which loads pages only when" in page.explanation[0]
     names = [row[0] for row in page.tables[0].rows]
     assert names == ["lru+none", "popularity", "bigger"]
     changes = [row[4] for row in page.tables[0].rows]
