@@ -25,13 +25,11 @@ class Display:
     Args:
         first_step: Step at which this process begins.
         num_steps: Steps of the whole run.
-        budget_bytes: What pages may take.
         log_every: Steps between two lines where there is no terminal.
     """
 
-    def __init__(self, first_step: int, num_steps: int, budget_bytes: int, log_every: int) -> None:
+    def __init__(self, first_step: int, num_steps: int, log_every: int) -> None:
         self._num_steps = num_steps
-        self._budget = format_bytes(budget_bytes)
         self._log_every = log_every
         self._rate: float | None = None
         self._stall_s = 0.0
@@ -82,8 +80,8 @@ class Display:
 
     def _text(self, metrics: Mapping[str, Any]) -> str:
         evaluated = f"  eval {metrics['eval_loss']:.4f}" if "eval_loss" in metrics else ""
-        pages = format_bytes(metrics["page_bytes"])
+        moved = f"{format_bytes(metrics['bytes_in'])} in  {format_bytes(metrics['bytes_out'])} out"
         return (
             f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}{evaluated}  "
-            f"{self._rate:.0f} tok/s  stall {self._stall_s:.1f}s  pages {pages}/{self._budget}"
+            f"{self._rate:.0f} tok/s  stalled {self._stall_s:.1f} s  {moved}"
         )

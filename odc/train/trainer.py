@@ -153,9 +153,7 @@ class Trainer:
         self._facts = self._make_facts()
         self._summarize(RUNNING)
         chosen = self.config.train
-        self._display = Display(
-            self.first_step, chosen.steps, self.manager.pool.num_bytes, chosen.log_every
-        )
+        self._display = Display(self.first_step, chosen.steps, chosen.log_every)
         status = FAILED
         try:
             with self._display, _Signals() as signals:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from odc.errors import ConfigError
+from odc.sizes import format_bytes
 from odc.train.compose import decay_groups
 from odc.train.config import load_config
 from odc.train.models import build_model
@@ -171,6 +172,16 @@ def test_bytes_of_the_trace_are_those_of_the_metrics(make_config, read_metrics, 
     loaded = int(actions["bytes"][actions["act"] <= 1].sum())
     # Loads in flight when a step ends are counted when they are submitted, recorded when done.
     assert abs(loaded - sum(line["bytes_in"] for line in metrics)) <= 12 << 20
+
+
+def test_a_printed_line_tells_what_its_step_moved(make_config, read_metrics, tmp_path, capsys):
+    train(make_config(**{"train.steps": 3, "train.log_every": 2}), tmp_path / "run")
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    moved = [
+        f"{format_bytes(m['bytes_in'])} in  {format_bytes(m['bytes_out'])} out"
+        for m in read_metrics(tmp_path / "run")[1:]
+    ]
+    assert [line.endswith(text) for line, text in zip(told, moved, strict=True)] == [True, True]
 
 
 def test_summary_tells_how_the_run_went(make_config, read_metrics, tmp_path):
