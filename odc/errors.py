@@ -65,3 +65,28 @@ class DivergedError(OdcError, RuntimeError):
 
 class PredictorMismatchError(OdcError, ValueError):
     """A predictor was trained for another model than the one that runs."""
+
+
+class PlanError(OdcError, ValueError):
+    """A written plan says of itself what does not hold."""
+
+
+class RaggedShardBoundaryError(PlanError):
+    """A rank boundary cuts a block, or a tensor lies outside its buffer or on another one.
+
+    Attributes:
+        fqn: The parameter.
+        rank: The rank before the boundary, or the one where the tensor starts.
+        offset: Where the tensor starts, in elements of its buffer.
+        nearest: The nearest legal start, `None` where there is none.
+    """
+
+    def __init__(
+        self, message: str, *, fqn: str, rank: int, offset: int, nearest: int | None
+    ) -> None:
+        self.fqn, self.rank, self.offset, self.nearest = fqn, rank, offset, nearest
+        super().__init__(f"{fqn}: rank {rank}, offset {offset}: {message}")
+
+
+class DBufferAlignmentError(RaggedShardBoundaryError):
+    """A start or a slice boundary is not aligned."""
