@@ -77,7 +77,8 @@ def cell(tensors: Sequence[TensorSpec], rows: int, ranks: int, prove: bool) -> d
 def padding_table(models: dict[str, list[TensorSpec]]) -> list[str]:
     """Padding of every layer kind, rows and ranks, beside its bound and the other rules."""
     lines = [
-        "| layer | rows | ranks | optimal | at least | 64-byte aligned | greedy | FSDP2 | LCM rule |",
+        "| layer | rows | ranks | optimal | at least | 64-byte aligned | greedy | FSDP2 "
+        "| LCM rule |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, tensors in models.items():
@@ -158,8 +159,9 @@ def time_lines(path: str) -> list[str]:
             further = [statistics.median(run[1:]) for run in runs]
             words.append(
                 f"cold at {first:,} ranks {statistics.median(cold):.3f} s "
-                f"({min(cold):.3f}-{max(cold):.3f}), each further {statistics.median(further):.3f} s"
-                f" at the median ({min(further):.3f}-{max(further):.3f})"
+                f"({min(cold):.3f}-{max(cold):.3f}), each further "
+                f"{statistics.median(further):.3f} s at the median "
+                f"({min(further):.3f}-{max(further):.3f})"
             )
         lines.append(f"- {rows} rows: {'; '.join(words)}")
     return lines

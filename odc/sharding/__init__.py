@@ -4,13 +4,19 @@
 how much padding that costs and how much less any plan could cost. Integers only, no torch.
 """
 
-from odc.sharding.granularity import Granularity, GranularityRules, parse_granularity
+from odc.sharding.granularity import (
+    Granularity,
+    GranularityLike,
+    GranularityRules,
+    parse_granularity,
+)
 from odc.sharding.plan import Plan
 from odc.sharding.planner import plan_group
 from odc.sharding.tensors import TensorSpec
 
 __all__ = [
     "Granularity",
+    "GranularityLike",
     "GranularityRules",
     "Plan",
     "TensorSpec",
