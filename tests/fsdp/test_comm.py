@@ -1,0 +1,146 @@
+"""Collectives of flat buffers over gloo, on processes of their own (`comm_ranks.py`)."""
+
+import pytest
+import torch
+
+from odc.fsdp.comm import NullComm
+from odc.fsdp.comm_pipeline import DEPTH, SCRATCH_BYTES, chunk_numel
+from tests.fsdp import comm_ranks
+from tests.fsdp.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_gather_fills_the_other_slices(size):
+    run_ranks(comm_ranks.gather_values, size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_reduce_scatter_sums_in_rank_order_and_divides_once(size):
+    run_ranks(comm_ranks.scatter_values, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_low_precision_is_summed_in_another_dtype(size):
+    run_ranks(comm_ranks.wider_sums, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduce_and_broadcast_give_every_rank_the_same(size):
+    run_ranks(comm_ranks.reduced_and_broadcast, size)
+
+
+def test_results_do_not_depend_on_who_is_late_nor_on_the_run():
+    first, second = (run_ranks(comm_ranks.late_ranks, 3) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_payload_is_exact_and_counted(size):
+    run_ranks(comm_ranks.payload, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_loopback_device_carries_the_payload_and_little_else(size):
+    crossed, expected = run_ranks(comm_ranks.wire, size)[0]
+    for ours, payload in zip(crossed, expected, strict=True):
+        assert payload <= ours < 1.1 * payload
+
+
+def test_all_gather_copies_and_allocates_nothing():
+    for names in run_ranks(comm_ranks.gather_operators, 2):
+        assert names == [
+            "aten.detach.default",
+            "aten.slice.Tensor",
+            "c10d.recv_.default",
+            "c10d.send.default",
+        ]
+
+
+def test_calls_overlap_on_one_group_and_on_two():
+    run_ranks(comm_ranks.many_in_flight, 3)
+
+
+def test_a_reduction_ends_while_the_caller_does_something_else():
+    run_ranks(comm_ranks.ends_without_wait, 2)
+
+
+def test_the_observer_is_told_once_of_every_call():
+    seen = run_ranks(comm_ranks.observed, 2)
+    assert seen == [[("reduce_scatter", 5, 8000), ("all_gather", 5, 8000)]] * 2
+
+
+def test_the_scratch_is_allocated_once():
+    for landing, wide in run_ranks(comm_ranks.scratch_stays, 3):
+        assert landing == DEPTH * 2 * comm_ranks.CHUNK_BYTES
+        assert wide == 4 * comm_ranks.CHUNK_BYTES
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 64, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_the_scratch_is_bounded_for_any_number_of_ranks(size, dtype):
+    numel = chunk_numel(2**20, size, dtype)
+    assert 0 < numel * dtype.itemsize * DEPTH * (size - 1) <= SCRATCH_BYTES
+
+
+def test_the_thread_ends_with_its_comm():
+    run_ranks(comm_ranks.threads_end, 2)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("how", ["before", "middle"])
+def test_a_killed_peer_is_named_well_before_the_time_out(op, how):
+    answers = run_ranks(comm_ranks.lost_peer, 3, op, how, 50.0, killed=[2])
+    for message, peer, seconds in answers[:2]:
+        assert peer == 2
+        assert f"{op} of 100663296 bytes in group shard: rank 2: " in message
+        assert seconds < 25
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_a_peer_that_stays_away_is_named_after_the_time_out(op):
+    answers = run_ranks(comm_ranks.lost_peer, 3, op, "absent", 1.0, killed=[2])
+    for message, peer, _ in answers[:2]:
+        assert peer == 2 and "no answer within 1 s" in message
+
+
+def test_ranks_that_disagree_about_a_size_say_so():
+    for message in run_ranks(comm_ranks.other_size, 2):
+        assert "called other collectives or sizes" in message
+
+
+def test_the_null_of_a_layout_does_the_local_work_only():
+    run_ranks(comm_ranks.null_of_layout, 2)
+
+
+def test_a_single_rank_needs_no_transfer():
+    comm = NullComm()
+    buffer = torch.arange(6.0)
+    comm.all_gather(buffer).wait()
+    comm.reduce_scatter(buffer, divide_by=1).wait()
+    comm.all_reduce(buffer, "max").wait()
+    assert torch.equal(buffer, torch.arange(6.0))
+    out = torch.empty(6)
+    comm.reduce_scatter(buffer.bfloat16(), out, divide_by=3, dtype=torch.float32).wait()
+    assert torch.equal(out, torch.arange(6.0) / 3)
+    halves = torch.empty(6, dtype=torch.bfloat16)
+    comm.reduce_scatter(buffer.bfloat16(), halves, divide_by=3, dtype=torch.float32).wait()
+    assert torch.equal(halves, (torch.arange(6.0) / 3).bfloat16())
+
+
+def test_what_would_be_wrong_is_refused():
+    comm = NullComm(2, 0)
+    with pytest.raises(ValueError, match="2 equal slices, got shape"):
+        comm.all_gather(torch.ones(5))
+    with pytest.raises(ValueError, match="contiguous 1-D buffer"):
+        comm.all_gather(torch.ones(8)[::2])
+    with pytest.raises(ValueError, match="at least as wide"):
+        comm.reduce_scatter(torch.ones(4), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="floating point"):
+        comm.reduce_scatter(torch.ones(4, dtype=torch.int64), divide_by=2)
+    with pytest.raises(ValueError, match="out must be"):
+        comm.reduce_scatter(torch.ones(4), torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="out must have shape"):
+        comm.reduce_scatter(torch.ones(4), torch.ones(3))
