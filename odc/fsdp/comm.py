@@ -15,7 +15,6 @@ last bit from run to run, whatever arrives first (NCCL: see `comm_nccl.py`).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,7 @@ runs from the call to the moment its end was seen, `wait_ns` is the part the cal
 """
 
 
-CHUNK_BYTES = 1 << 20  # a reduction's: a sum of two such chunks stays in the cache
+CHUNK_BYTES = 4 << 20  # smaller ones cost more wake-ups, larger ones more scratch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,17 +298,13 @@ def check_reduction(reduction: Reduction, own: Tensor, out: Tensor) -> None:
 
 
 def divide_(tensor: Tensor, divisor: float | None) -> None:
-    """Divide in place, rounding once.
-
-    A power of two is multiplied by its inverse: the same bits, in half the time. Any other is
-    divided by; its inverse is not exact.
-    """
-    if divisor is None or divisor == 1:
+    """Divide in place, rounding once; multiplying by an inverse would round twice."""
+    if divisor is None:
         return
-    if math.frexp(divisor)[0] == 0.5:
-        tensor.mul_(1 / divisor)
-    else:
+    if tensor.device.type == "cpu":
         tensor.div_(divisor)
+    else:  # CUDA multiplies by the inverse of a number, but divides by a tensor
+        tensor.div_(torch.full((), divisor, dtype=tensor.dtype, device=tensor.device))
 
 
 class NullComm(GroupComm):

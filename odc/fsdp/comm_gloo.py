@@ -43,7 +43,7 @@ from odc.fsdp.comm_pipeline import (
     Wait,
     chunk_numel,
     chunks,
-    reduce_chunk,
+    reduce_terms,
 )
 
 SMALL_BYTES = 64 * 1024  # up to here an all-reduce sends everything to everyone
@@ -243,7 +243,7 @@ class GlooComm(GroupComm):
         moved = (self.size - 1) * own.nbytes
         message = Message("all_reduce", own.nbytes, moved, moved)
         transfers = self._receive_parts(terms, tag) + self._send_own(terms, tag)
-        fold = partial(reduce_chunk, terms, own, self.rank, reduction, None)
+        fold = partial(reduce_terms, terms, own, self.rank, reduction, None)
         return _GlooWork(self, message, transfers, fold=fold)
 
     def _start(self, job: Job, parts: list[Tensor]) -> list[_Transfer]:

@@ -28,7 +28,7 @@ from odc.fsdp.comm import (
     flat,
     slices,
 )
-from odc.fsdp.comm_pipeline import reduce_chunk
+from odc.fsdp.comm_pipeline import reduce_terms
 
 
 class _NcclWork(TimedWork):
@@ -113,7 +113,7 @@ class NcclComm(GroupComm):
             lambda: dist.reduce_scatter_single(
                 target, buffer.detach(), group=self.group, async_op=True
             ),
-            lambda: _divide_on_device(target, divide_by),
+            lambda: divide_(target, divide_by),
         )
 
     def all_reduce(
@@ -128,7 +128,7 @@ class NcclComm(GroupComm):
             self,
             Message("all_reduce", own.nbytes, moved, moved),
             lambda: dist.all_reduce(own, reduce_op, group=self.group, async_op=True),
-            lambda: _divide_on_device(own, divide_by),
+            lambda: divide_(own, divide_by),
         )
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
@@ -156,14 +156,9 @@ class NcclComm(GroupComm):
         landing = room[: buffer.nbytes].view(buffer.dtype)
         terms = list(landing.view(self.size, -1).unbind())
         wide = torch.empty((2, own.numel()), dtype=reduction.dtype, device=buffer.device)
-        divisor, plain = reduction.divide_by, Reduction("sum", None, reduction.dtype)
 
         def add() -> None:
-            total = out if out.dtype == reduction.dtype else wide[0]
-            reduce_chunk(terms, total, self.rank, plain, wide)
-            _divide_on_device(total, divisor)
-            if total.dtype != out.dtype:
-                out.copy_(total)
+            reduce_terms(terms, out, self.rank, reduction, wide)
             self._free.append(room)
 
         return _NcclWork(
@@ -172,11 +167,3 @@ class NcclComm(GroupComm):
             lambda: dist.all_to_all_single(landing, buffer, group=self.group, async_op=True),
             add,
         )
-
-
-def _divide_on_device(tensor: Tensor, divisor: float | None) -> None:
-    """Divide by a tensor: for a number, CUDA multiplies by its inverse, which rounds twice."""
-    if divisor is None or tensor.device.type == "cpu":
-        divide_(tensor, divisor)
-    else:
-        tensor.div_(torch.full((), divisor, dtype=tensor.dtype, device=tensor.device))

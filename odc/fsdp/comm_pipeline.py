@@ -20,8 +20,9 @@ from torch import Tensor
 
 from odc.fsdp.comm import Reduction, divide_
 
-DEPTH = 2  # chunks of each peer that are under way at once
+DEPTH = 3  # chunks of each peer that are under way at once
 SCRATCH_BYTES = 32 * 2**20  # at most, whatever the number of ranks
+BLOCK_BYTES = 2**20  # summed at once: term, sum and division stay in the second-level cache
 _ALIGNMENT = 64
 
 Wait = Callable[[], None]
@@ -53,7 +54,7 @@ def chunks(numel: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, numel))
 
 
-def reduce_chunk(
+def reduce_terms(
     terms: list[Tensor], out: Tensor, rank: int, reduction: Reduction, wide: Tensor | None
 ) -> None:
     """Reduce terms in ascending order of ranks into `out`.
@@ -122,12 +123,11 @@ class Scratch:
         flat = self._landing[:num_bytes].view(dtype)
         return flat.view(DEPTH, self._num_peers, step)[slot]
 
-    def wide(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(2, numel) to sum in."""
-        num_bytes = 2 * numel * dtype.itemsize
-        if self._wide is None or self._wide.numel() < num_bytes:
-            self._wide = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._wide[:num_bytes].view(dtype).view(2, numel)
+    def wide(self, dtype: torch.dtype) -> Tensor:
+        """(2, numel of a block) to sum in."""
+        if self._wide is None:
+            self._wide = torch.empty(2 * BLOCK_BYTES, dtype=torch.uint8)
+        return self._wide.view(dtype).view(2, -1)
 
 
 @dataclass
@@ -243,16 +243,20 @@ class ReducePipeline:
                 job.awaited = (peer, self._num_waits)
                 wait()
             job.awaited = None
-            wide = job.reduction.dtype
-            room = None
-            if wide is not None and wide != job.own.dtype:
-                room = self._scratch.wide(chunk.terms[0].numel(), wide)
-            reduce_chunk(chunk.terms, job.out[chunk.span], self.rank, job.reduction, room)
+            self._add(chunk.terms, job.out[chunk.span], job.reduction)
         except Exception as error:
             self._fail(job, error)
             return
         if chunk.span.stop == job.own.numel():
             self._end(job)
+
+    def _add(self, terms: list[Tensor], out: Tensor, reduction: Reduction) -> None:
+        dtype = reduction.dtype or out.dtype
+        wide = None if dtype == terms[0].dtype else self._scratch.wide(dtype)
+        for block in chunks(out.numel(), BLOCK_BYTES // dtype.itemsize):
+            parts = [term[block] for term in terms]
+            room = None if wide is None else wide[:, : parts[0].numel()]
+            reduce_terms(parts, out[block], self.rank, reduction, room)
 
     def _end(self, job: Job) -> None:
         try:

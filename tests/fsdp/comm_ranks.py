@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from odc.fsdp.comm import CommError, CommOptions, GroupComm, NullComm, make_comm
 from odc.fsdp.comm_gloo import GlooComm
+from odc.fsdp.comm_pipeline import BLOCK_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 CHUNK_BYTES = 4096
@@ -86,6 +88,22 @@ def scatter_values(rank: int) -> None:
                 others[mine] = False
                 assert torch.equal(buffer[others], terms[rank][others])
                 near_torch(found, terms[rank], divide_by)
+
+
+def large_values(rank: int) -> None:
+    """Slices of several chunks and blocks, in the default sizes."""
+    comm, size = make_comm(dist.group.WORLD), dist.get_world_size()
+    numel = (2 * CommOptions().chunk_bytes + 2 * BLOCK_BYTES) // 4 + 333
+    for dtype, wide in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+        terms = everyone(size * numel, dtype)
+        buffer, out = terms[rank].clone(), torch.empty(numel)
+        mine = slice(rank * numel, (rank + 1) * numel)
+        comm.reduce_scatter(buffer, out, divide_by=size, dtype=wide).wait()
+        expected = in_rank_order([t[mine] for t in terms], wide)
+        # numpy divides; a product with the inverse of 3 would differ.
+        assert np.array_equal(out.numpy(), expected.numpy() / np.float32(size))
+        comm.all_gather(buffer).wait()
+        assert torch.equal(buffer, torch.cat([t.chunk(size)[r] for r, t in enumerate(terms)]))
 
 
 def near_torch(found: Tensor, term: Tensor, divide_by: float | None) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from odc.fsdp.comm import NullComm
-from odc.fsdp.comm_pipeline import DEPTH, SCRATCH_BYTES, chunk_numel
+from odc.fsdp.comm_pipeline import BLOCK_BYTES, DEPTH, SCRATCH_BYTES, chunk_numel
 from tests.fsdp import comm_ranks
 from tests.fsdp.ranks import run_ranks
 
@@ -19,6 +19,10 @@ def test_all_gather_fills_the_other_slices(size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_reduce_scatter_sums_in_rank_order_and_divides_once(size):
     run_ranks(comm_ranks.scatter_values, size)
+
+
+def test_slices_of_many_chunks_are_summed_and_divided_alike():
+    run_ranks(comm_ranks.large_values, 3)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -75,7 +79,7 @@ def test_the_observer_is_told_once_of_every_call():
 def test_the_scratch_is_allocated_once():
     for landing, wide in run_ranks(comm_ranks.scratch_stays, 3):
         assert landing == DEPTH * 2 * comm_ranks.CHUNK_BYTES
-        assert wide == 4 * comm_ranks.CHUNK_BYTES
+        assert wide == 2 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 1024])
@@ -107,8 +111,9 @@ def test_a_peer_that_stays_away_is_named_after_the_time_out(op):
 
 
 def test_ranks_that_disagree_about_a_size_say_so():
-    for message in run_ranks(comm_ranks.other_size, 2):
-        assert "called other collectives or sizes" in message
+    # The first to give up closes the connection, and the other may see that before its own end.
+    messages = run_ranks(comm_ranks.other_size, 2)
+    assert any("called other collectives or sizes" in message for message in messages)
 
 
 def test_the_null_of_a_layout_does_the_local_work_only():
