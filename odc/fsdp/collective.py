@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from odc.fsdp.group import ParamGroup
+from odc.memory.events import Phase
 
 
 class Collective(Protocol):
@@ -17,8 +18,8 @@ class Collective(Protocol):
     def unshard(self, group: ParamGroup) -> None:
         """Make the group's full parameters available; its slice is resident."""
 
-    def reshard(self, group: ParamGroup) -> None:
-        """Give the full parameters up again, keep the slice."""
+    def reshard(self, group: ParamGroup, phase: Phase) -> None:
+        """Give the full parameters up again after ``phase``, keep the slice."""
 
     def reduce_gradients(self, group: ParamGroup) -> None:
         """Reduce the group's complete gradients to this rank's slice."""
@@ -30,7 +31,7 @@ class NullCollective:
     def unshard(self, group: ParamGroup) -> None:
         """The slice is the whole group."""
 
-    def reshard(self, group: ParamGroup) -> None:
+    def reshard(self, group: ParamGroup, phase: Phase) -> None:
         """Nothing was gathered."""
 
     def reduce_gradients(self, group: ParamGroup) -> None:

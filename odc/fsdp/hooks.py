@@ -28,7 +28,7 @@ from odc.fsdp.wrap import Unit
 from odc.memory.events import Phase
 
 if TYPE_CHECKING:
-    from odc.fsdp.runtime import Runtime
+    from odc.fsdp.passes import Passes
 
 
 def in_backward() -> bool:
@@ -45,7 +45,7 @@ class UnitHooks:
         groups: parameters to pin.
     """
 
-    def __init__(self, runtime: Runtime, unit: Unit, groups: UnitGroups) -> None:
+    def __init__(self, runtime: Passes, unit: Unit, groups: UnitGroups) -> None:
         self.runtime = runtime
         self.unit = unit
         self.groups = groups
@@ -54,8 +54,10 @@ class UnitHooks:
         self.around: set[UnitHooks] = set()  # units inside whose forward this one was called
         self._open: Call | None = None  # the call whose forward runs
         self.has_graph = False  # a forward recorded a graph in this step
-        module = unit.module
-        self.handles = [
+        self.handles = self._register(unit.module)
+
+    def _register(self, module: nn.Module) -> list[Any]:
+        return [
             module.register_forward_pre_hook(self._pre_forward, with_kwargs=True),
             module.register_forward_hook(self._post_forward, with_kwargs=True),
         ]
@@ -146,7 +148,7 @@ class UnitHooks:
                 self.pin(group, phase)
         elif command == Command.RELEASE:
             for group in self.pinned:
-                self.runtime.collective.reshard(group)
+                self.runtime.collective.reshard(group, phase)
                 group.unpin_parameters()
             self.pinned.clear()
 

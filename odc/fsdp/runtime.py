@@ -1,4 +1,4 @@
-"""What the units of a model share: the pass, the backward, the update, and the way to values.
+"""What the units of a paged model share: the update, and the way to values.
 
 One runtime belongs to one model. It counts micro-steps, decides when a complete group is updated
 (in backward, or at ``opt.step()``), and sweeps up when a backward ends.
@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from odc.fsdp.collective import Collective, NullCollective
 from odc.fsdp.experts import ExpertOrder
 from odc.fsdp.group import ParamGroup
-from odc.fsdp.hooks import Call, UnitHooks, in_backward
+from odc.fsdp.hooks import in_backward
+from odc.fsdp.passes import Passes
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.manager import MemoryManager
 
 Update = Callable[[ParamGroup, Phase], None]
 
 
-class Runtime:
+class Runtime(Passes):
     """State shared by the hooks of one model.
 
     Args:
@@ -46,35 +46,23 @@ class Runtime:
         accumulate: int,
         clip: bool,
     ) -> None:
-        self.model = model
+        super().__init__(model)
         self.manager = manager
         self.groups = groups
         self.update_in_backward = update_in_backward
         self.accumulate = accumulate
         self.clip = clip
-        self.collective: Collective = NullCollective()
-        self.units: list[UnitHooks] = []
         self.orders: list[ExpertOrder] = []
-        self.stack: list[UnitHooks] = []  # whose forward runs, innermost last
-        self.calls: list[Call] = []  # whose backward runs
         self.update: Update | None = None
         self.updated_in_backward = False  # and opt.step() not called since
         self.num_steps = 0
         self.micro = 0  # backwards since the last update
-        self.forward_phase = Phase.FORWARD
-        self._backward_task = -1
-        self._clock = 0
         for group in groups:
             group.runtime = self
 
     @property
     def last_micro(self) -> bool:
         return self.micro == self.accumulate - 1
-
-    def tick(self) -> int:
-        """The clock of forward calls."""
-        self._clock += 1
-        return self._clock
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -89,35 +77,14 @@ class Runtime:
         ctx = 2 * min(self.micro, self.accumulate - 1) if grad else 1
         self.manager.begin_pass(ctx, tokens)
 
-    def begin_backward(self) -> None:
-        """The first hook of a backward: have its end reported."""
-        task = torch._C._current_graph_task_id()
-        if task == self._backward_task:
-            return
-        self.recover()
+    def check_backward(self) -> None:
         if torch.is_grad_enabled() and not self.manager.unlimited:
             raise RuntimeError(
                 "create_graph=True is not supported on a paged model: the second backward would "
                 "read parameters that have left; use total_mem='unlimited'"
             )
-        self._backward_task = task
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def finish_calls(self, after: int) -> None:
-        """Calls that began later than ``after`` are done; see [Note: when a backward is done]."""
-        for call in [c for c in self.calls if c.start > after]:
-            call.hooks.done(call)
-
-    def suspend_others(self, recomputed: UnitHooks) -> None:
-        """Units that wait for a recompute need nothing until they are recomputed themselves."""
-        for call in self.calls:
-            if call.hooks is not recomputed and call.hooks not in recomputed.around:
-                call.hooks.suspend()
-
-    def _end_backward(self) -> None:
-        self.calls.clear()
-        for unit in self.units:
-            unit.release()
+    def end_backward(self) -> None:
         received = False
         for group in self.groups:
             self.settle(group, last=True)
@@ -125,24 +92,12 @@ class Runtime:
             group.received.clear()
         if received:
             self.micro += 1
-        self._backward_task = -1  # last: what fails before is cleaned up
 
-    def recover(self) -> None:
-        """Clean up after an exception in a forward or a backward, if there was one."""
-        if self.stack or self._backward_task != -1:
-            self.reset()
-
-    def reset(self) -> None:
-        """Release everything that an interrupted pass left pinned."""
-        self.calls.clear()
-        self.stack.clear()
-        for unit in self.units:
-            unit.reset()
+    def forget_pass(self) -> None:
         for group in self.groups:
             group.unpin_gradient()
             group.received.clear()
             group.unsettled = False
-        self._backward_task = -1
 
     # -- gradients -------------------------------------------------------------------------------
 
