@@ -13,6 +13,7 @@ therefore sent as two, the second one short, and waited for from the end.
 
 from __future__ import annotations
 
+import re
 import weakref
 import zlib
 from collections.abc import Callable
@@ -52,6 +53,8 @@ _PROBE_S = 1.0  # how often a waiting caller looks whether the awaited peer is s
 # Tags of 31 bits, out of the way of small ones that a program uses itself.
 _TAG_BASE = 1 << 30
 _PROBE_TAG = _TAG_BASE - 1
+
+_SOURCE_LINE = re.compile(r"^\[[^]]*:\d+\] ")  # of gloo, before its message
 
 _Call = Callable[[list[Tensor], int, int], dist.Work]
 
@@ -94,7 +97,7 @@ class _Transfer:
                 f"no answer within {seconds:g} s; it has stopped, or it called other collectives "
                 "or sizes than this rank"
             )
-        return text.splitlines()[0]
+        return _SOURCE_LINE.sub("", text.splitlines()[0]).split(". This is typically")[0]
 
 
 class _GlooWork(TimedWork):
@@ -109,33 +112,39 @@ class _GlooWork(TimedWork):
         fold: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(comm, message)
-        self._transfers, self._job, self._fold = transfers, job, fold
-        self._is_closed = comm.is_closed
+        self._gloo, self._transfers, self._job, self._fold = comm, transfers, job, fold
 
     def complete(self) -> None:
         """Wait for the reduction, then for what this rank receives and sends."""
         try:
+            if self._gloo.failed is not None:
+                raise self._gloo.failed
             if self._job is not None:
                 self._await_job(self._job)
             for transfer in self._transfers:
                 transfer.wait()
         except PeerError as error:
+            self._gloo.failed = self._gloo.failed or error
             raise self.comm.error(self.message, error.peer, error.reason) from error
         if self._fold is not None:
             self._fold()
 
     def _await_job(self, job: Job) -> None:
         while not job.done.wait(_PROBE_S):
-            awaited = job.awaited
-            # Once more after a while: a peer may have sent everything and left, and the thread
-            # that received it may not have had its turn yet.
-            if not awaited or not self._is_closed(awaited[0]) or job.done.wait(_PROBE_S):
-                continue
-            if job.awaited == awaited:
-                job.finish(PeerError(awaited[0], "the connection is closed"))
+            self._look_for_failure(job)
         self.ended_ns = job.ended_ns
         if job.error is not None:
             raise job.error
+
+    def _look_for_failure(self, job: Job) -> None:
+        """End a reduction that the thread would wait for in vain (see The last bytes)."""
+        awaited = job.awaited
+        if awaited is None or not self._gloo.is_closed(awaited[0]):
+            return
+        # A peer may have sent everything and left, and the thread that received it may not have
+        # had its turn yet.
+        if not job.done.wait(_PROBE_S) and job.awaited == awaited:
+            job.finish(PeerError(awaited[0], "the connection is closed"))
 
 
 class GlooComm(GroupComm):
@@ -145,6 +154,9 @@ class GlooComm(GroupComm):
         group: the process group; nobody else makes a `GlooComm` of it.
         ranks: global rank of each of its ranks.
         options: names, time-out, size of chunks.
+
+    Attributes:
+        failed: the first failure; there is no way back from it.
     """
 
     def __init__(
@@ -152,6 +164,7 @@ class GlooComm(GroupComm):
     ) -> None:
         super().__init__(ranks, group.rank(), options)
         self.group = group
+        self.failed: PeerError | None = None
         self._timeout = timedelta(seconds=options.timeout_s)
         self._sequence = 0
         # In turn from the next rank on, so that not everyone talks to rank 0 first.

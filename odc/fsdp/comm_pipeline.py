@@ -57,7 +57,7 @@ def chunks(numel: int, step: int) -> Iterator[slice]:
 def reduce_terms(
     terms: list[Tensor], out: Tensor, rank: int, reduction: Reduction, wide: Tensor | None
 ) -> None:
-    """Reduce terms in ascending order of ranks into `out`.
+    """Reduce terms in ascending order of ranks into `out`, in one pass a term.
 
     Args:
         terms: one a rank. All but this rank's are scratch and may be overwritten.
@@ -243,6 +243,8 @@ class ReducePipeline:
                 job.awaited = (peer, self._num_waits)
                 wait()
             job.awaited = None
+            if job.done.is_set():  # given up meanwhile; the memory may be gone
+                return
             self._add(chunk.terms, job.out[chunk.span], job.reduction)
         except Exception as error:
             self._fail(job, error)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from odc.fsdp.comm import CommError, CommOptions, GroupComm, NullComm, make_comm
 from odc.fsdp.comm_gloo import GlooComm
+from odc.fsdp.comm_nccl import NcclComm
 from odc.fsdp.comm_pipeline import BLOCK_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -93,7 +94,7 @@ def scatter_values(rank: int) -> None:
 def large_values(rank: int) -> None:
     """Slices of several chunks and blocks, in the default sizes."""
     comm, size = make_comm(dist.group.WORLD), dist.get_world_size()
-    numel = (2 * CommOptions().chunk_bytes + 2 * BLOCK_BYTES) // 4 + 333
+    numel = (CommOptions().chunk_bytes + BLOCK_BYTES) // 4 + 333
     for dtype, wide in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
         terms = everyone(size * numel, dtype)
         buffer, out = terms[rank].clone(), torch.empty(numel)
@@ -360,7 +361,7 @@ def lost_peer(rank: int, op: str, how: str, timeout_s: float) -> tuple[str, int 
     """The last rank dies before a large message or in the middle of it, or stays away."""
     size = dist.get_world_size()
     comm = world(timeout_s=timeout_s)
-    buffer = torch.ones(size * 8 * 2**20)
+    buffer = torch.ones(size * 4 * 2**20)
     comm.all_gather(buffer).wait()
     dist.barrier()
     if rank == size - 1:
@@ -379,6 +380,13 @@ def lost_peer(rank: int, op: str, how: str, timeout_s: float) -> tuple[str, int 
             work.wait()
         except CommError as again:
             assert again is error
+        for later in (comm.reduce_scatter, comm.all_reduce, comm.all_gather):
+            try:
+                later(buffer).wait()
+            except CommError as again:
+                assert again.peer == error.peer
+            else:
+                raise AssertionError("a collective after a failure succeeded")
         return str(error), error.peer, time.monotonic() - start
     raise AssertionError("the collective of a dead peer succeeded")
 
@@ -408,3 +416,34 @@ def null_of_layout(rank: int) -> None:
     assert list(real.counters) == list(null.counters)
     assert all(c.sent_bytes == c.received_bytes == 0 for c in null.counters.values())
     assert torch.equal(outs[1], buffer[rank * 1000 : (rank + 1) * 1000].float() / size)
+
+
+def native_calls(rank: int) -> None:
+    """`NcclComm` as far as a CPU shows it: gloo answers the same calls, with its own sums."""
+    size = dist.get_world_size()
+    comm = NcclComm(dist.group.WORLD, tuple(range(size)), CommOptions(name="shard"))
+    numel = 1001
+    mine = slice(rank * numel, (rank + 1) * numel)
+    terms = everyone(size * numel, torch.float32)
+    gathered, reduced, total = (terms[rank].clone() for _ in range(3))
+    comm.all_gather(gathered).wait()
+    assert torch.equal(gathered, torch.cat([t.chunk(size)[r] for r, t in enumerate(terms)]))
+    expected = in_rank_order(terms, divide_by=size)
+    works = [comm.reduce_scatter(reduced, divide_by=size), comm.all_reduce(total, divide_by=size)]
+    for work in works:
+        work.wait()
+    torch.testing.assert_close(reduced[mine], expected[mine])
+    torch.testing.assert_close(total, expected)
+    comm.broadcast(total, size - 1).wait()
+    # Two in flight: each has a landing of its own. This sum is ours, in rank order.
+    low = [everyone(size * numel, torch.bfloat16, seed) for seed in (1, 2)]
+    outs = [torch.empty(numel), torch.empty(numel, dtype=torch.bfloat16)]
+    works = [
+        comm.reduce_scatter(ts[rank].clone(), out, divide_by=size, dtype=torch.float32)
+        for ts, out in zip(low, outs, strict=True)
+    ]
+    for work, ts, out in zip(works, low, outs, strict=True):
+        work.wait()
+        exact = in_rank_order([t[mine] for t in ts], torch.float32, size)
+        assert torch.equal(out, exact.to(out.dtype))
+    assert len(comm._free) == 2

@@ -99,7 +99,7 @@ def test_a_killed_peer_is_named_well_before_the_time_out(op, how):
     answers = run_ranks(comm_ranks.lost_peer, 3, op, how, 50.0, killed=[2])
     for message, peer, seconds in answers[:2]:
         assert peer == 2
-        assert f"{op} of 100663296 bytes in group shard: rank 2: " in message
+        assert f"{op} of 50331648 bytes in group shard: rank 2: " in message
         assert seconds < 25
 
 
@@ -114,6 +114,11 @@ def test_ranks_that_disagree_about_a_size_say_so():
     # The first to give up closes the connection, and the other may see that before its own end.
     messages = run_ranks(comm_ranks.other_size, 2)
     assert any("called other collectives or sizes" in message for message in messages)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_native_calls_fill_the_same_places(size):
+    run_ranks(comm_ranks.native_calls, size)
 
 
 def test_the_null_of_a_layout_does_the_local_work_only():
