@@ -12,6 +12,11 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "paged": "odc.fsdp.paged",
     "PagedModule": "odc.fsdp.paged",
+    "fully_shard": "odc.fsdp.fully_shard",
+    "FullyShardedDataParallel": "odc.fsdp.fully_shard",
+    "FSDPModule": "odc.fsdp.fully_shard",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "register_fsdp_forward_method": "odc.fsdp.fully_shard",
     "OdcError": "odc.errors",
     "AbsentParameterError": "odc.errors",
     "BudgetError": "odc.errors",
@@ -24,15 +29,22 @@ __all__ = [
     "AbsentParameterError",
     "BudgetError",
     "ConfigError",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "MixedPrecisionPolicy",
     "OdcError",
     "PageIOError",
     "PagedGradientError",
     "PagedModule",
     "__version__",
+    "fully_shard",
     "paged",
+    "register_fsdp_forward_method",
 ]
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from odc.errors import (
         AbsentParameterError,
         BudgetError,
@@ -40,6 +52,12 @@ if TYPE_CHECKING:
         OdcError,
         PagedGradientError,
         PageIOError,
+    )
+    from odc.fsdp.fully_shard import (
+        FSDPModule,
+        FullyShardedDataParallel,
+        fully_shard,
+        register_fsdp_forward_method,
     )
     from odc.fsdp.paged import PagedModule, paged
 

@@ -9,9 +9,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from odc.cli import dashboard, demo, exits, generate, plan, predictor, profile, report, train
+from odc.cli import bench, dashboard, demo, exits, generate, plan, predictor, profile, report, train
 
-COMMANDS = (demo, train, profile, predictor, dashboard, report, plan, generate)
+COMMANDS = (demo, train, profile, predictor, dashboard, report, plan, bench, generate)
 
 _EPILOG = """\
 examples:

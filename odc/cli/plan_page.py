@@ -64,9 +64,7 @@ def padding_curve(group: Group, plan: Plan, granularity: str) -> go.Figure:
     ranks = sorted({2**power for power in range(1, 13)} | {plan.ranks})
     rules = plan.rules
     blocks = [(place.tensor, place.block_numel) for place in plan.placements]
-    for name in (*_GRANULARITIES, granularity):
-        if name == granularity and name in _GRANULARITIES:
-            continue
+    for name in dict.fromkeys((*_GRANULARITIES, granularity)):
         plans = []
         for count in ranks:
             changed = type(rules)(**{**vars(rules), "ranks": count})
@@ -92,7 +90,7 @@ def padding_curve(group: Group, plan: Plan, granularity: str) -> go.Figure:
     fsdp2 = [fsdp2_padding(group.tensors, count) for count in ranks]
     _add_curve(figure, "FSDP2, Shard(0)", ranks, fsdp2, width=2, dash="dash")
     figure.update_xaxes(title="ranks", type="log", tickvals=ranks[::2])
-    figure.update_yaxes(title="padding", type="log", tickformat=".2~%", exponentformat="none")
+    figure.update_yaxes(title="padding", type="log", tickformat=".4~%")
     figure.update_layout(template="plotly_white", height=440, margin={"t": 20})
     return figure
 

@@ -1,0 +1,149 @@
+"""`odc bench`: measurements beside what they are held against, in one run."""
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from odc.cli.exits import UsageError
+
+if TYPE_CHECKING:
+    from odc.train.bench_fsdp import Measured
+
+_EPILOG = """\
+examples:
+  odc bench fsdp
+  odc bench fsdp --model dense --dtype fp32,bf16 --ranks 2 --repeats 9 -o fsdp.md
+
+Steps of all contenders are taken in turn, each in processes of its own with one thread a rank.
+exposed: the step less the same step with collectives that move nothing.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure odc beside what it is held against",
+        description="Measures odc beside what it is held against, in one run.",
+    )
+    kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
+    fsdp = kinds.add_parser(
+        "fsdp",
+        help="fully_shard beside torch's FSDP2: step, exposed communication, bytes, memory",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    fsdp.add_argument("--model", default="dense,moe", metavar="dense,moe", help="default: both")
+    fsdp.add_argument("--dtype", default="fp32,bf16", metavar="fp32,bf16", help="default: both")
+    fsdp.add_argument("--ranks", type=int, default=2, metavar="N", help="processes; default: 2")
+    fsdp.add_argument("--repeats", type=int, default=9, metavar="N", help="steps each; default: 9")
+    fsdp.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="write the table too")
+    fsdp.add_argument("--json", action="store_true", help="print all figures")
+    fsdp.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints; returns the exit code."""
+    from odc.train.bench_fsdp import DTYPES, MODELS
+
+    models, dtypes = (
+        _choices(args.model, MODELS, "--model"),
+        _choices(args.dtype, DTYPES, "--dtype"),
+    )
+    if args.ranks < 2 or args.repeats < 1:
+        raise UsageError("--ranks must be at least 2 and --repeats at least 1")
+    tables = {}
+    for model in models:
+        for dtype in dtypes:
+            tables[model, dtype] = _compare(model, dtype, args.ranks, args.repeats)
+            if not args.json:
+                print("\n".join(_lines(model, dtype, tables[model, dtype])), flush=True)
+    if args.json:
+        rows = [dataclasses.asdict(one) for found in tables.values() for one in found]
+        print(json.dumps(rows, indent=2))
+    if args.output is not None:
+        _write(args, tables)
+    return 0
+
+
+def _compare(model: str, dtype: str, ranks: int, repeats: int) -> "list[Measured]":
+    """odc first, then each way of FSDP2 beside it, then what is null."""
+    from odc.train.bench_fsdp import Contender, measure
+
+    ours = Contender("odc", "odc", model, dtype)
+    theirs = [
+        Contender("FSDP2", "fsdp2", model, dtype),
+        Contender("FSDP2, huge pages", "fsdp2", model, dtype, huge_pages=True),
+    ]
+    if model == "moe":
+        theirs += [
+            Contender("FSDP2 per expert", "fsdp2", model, dtype, per_expert=True),
+            Contender(
+                "FSDP2 per expert, huge pages",
+                "fsdp2",
+                model,
+                dtype,
+                per_expert=True,
+                huge_pages=True,
+            ),
+        ]
+    found: list[Measured] = []
+    for other in theirs:
+        null = dataclasses.replace(other, name=f"{other.name}, null", null=True)
+        null_ours = dataclasses.replace(ours, name="odc, null", null=True)
+        found += measure([ours, other, null_ours, null], ranks, repeats)
+    return found
+
+
+def _lines(model: str, dtype: str, rows: "Sequence[Measured]") -> list[str]:
+    """A table: each four rows are odc, a way of FSDP2, and both without communication."""
+    lines = [
+        f"### {model}, {dtype}",
+        "",
+        "| | step s (least-most) | CPU s a rank | exposed s | gathered MB | reduced MB | peak MB | "
+        "odc faster | odc CPU |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for at in range(0, len(rows), 4):
+        ours, other, null_ours, null_other = rows[at : at + 4]
+        pairs = [b / a for a, b in zip(ours.steps, other.steps, strict=True)]
+        ratio = f"{statistics.median(pairs):.2f}x ({min(pairs):.2f}-{max(pairs):.2f})"
+        for one, null, said in ((ours, null_ours, ""), (other, null_other, ratio)):
+            cpu = f"{ours.cpu_s / other.cpu_s:.2f}" if said else ""
+            lines.append(
+                f"| {one.contender.name} | {one.step_s:.3f} ({one.least_s:.3f}-{one.most_s:.3f}) "
+                f"| {one.cpu_s:.3f} | {one.step_s - null.step_s:.3f} "
+                f"| {one.gathered_bytes / 1e6:.0f} | {one.reduced_bytes / 1e6:.0f} "
+                f"| {one.peak_bytes / 1e6:.0f} | {said} | {cpu} |"
+            )
+    return [*lines, ""]
+
+
+def _write(args: argparse.Namespace, tables: "dict[tuple[str, str], list[Measured]]") -> None:
+    from odc.train.run_dir import machine
+
+    text = [
+        f"# fully_shard beside FSDP2, {args.ranks} ranks over gloo",
+        "",
+        f"{json.dumps(machine())}; {args.repeats} steps each, in turn; medians.",
+        "",
+    ]
+    for (model, dtype), rows in tables.items():
+        text += _lines(model, dtype, rows)
+    try:
+        args.output.write_text("\n".join(text), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{args.output}: cannot be written ({error.strerror})") from error
+
+
+def _choices(text: str, allowed: Sequence[str], option: str) -> list[str]:
+    chosen = text.split(",")
+    wrong = [word for word in chosen if word not in allowed]
+    if wrong:
+        raise UsageError(f"{option}: got {wrong[0]!r}; allowed: {', '.join(allowed)}")
+    return chosen

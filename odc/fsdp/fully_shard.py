@@ -1,0 +1,457 @@
+"""`fully_shard`: parameters, gradients and optimizer state sharded over ranks, FSDP2's way of use.
+
+Each call makes one group of the parameters below a module that no earlier call has taken, so it is
+applied bottom-up; a module's parameters are `RaggedTensor`s (which are DTensors) while they are
+sharded, and plain tensors while forward or backward uses them. Signature and methods follow
+PyTorch's `torch.distributed.fsdp.fully_shard` (torch 2.13); what is added is `granularity`, the
+planner's layout, and `dbuffer_size`.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
+
+from odc.fsdp.dbuffer import GatherPool
+from odc.fsdp.group import UnitGroups
+from odc.fsdp.hooks import UnitHooks
+from odc.fsdp.managed import STATE, check_module, managed_modules, managed_places
+from odc.fsdp.sharded import Precision, ShardedGroup
+from odc.fsdp.sharded_runtime import ShardedRuntime
+from odc.fsdp.wrap import Unit
+from odc.sharding import GranularityLike
+from odc.sizes import parse_size
+
+M = TypeVar("M")
+DBUFFER_SIZE = 256 * 1024 * 1024
+_POOLS: dict[torch.device, GatherPool] = {}
+_CLASSES: dict[type, type] = {}
+_MESHES: list[tuple[Any, DeviceMesh]] = []  # the default mesh, and the world it is of
+
+
+@dataclass(eq=False)
+class FullyShardState:
+    """What `fully_shard.state(module)` returns: one for each call."""
+
+    modules: tuple[nn.Module, ...]
+    group: ShardedGroup | None
+    policy: MixedPrecisionPolicy
+    auto_reshard: bool
+    pool: GatherPool
+    hooks: list[ShardedHooks] = field(default_factory=list)
+    runtime: ShardedRuntime | None = None
+
+    def begin(self, module: nn.Module) -> ShardedRuntime:
+        """The runtime; the first module that is called becomes the root of all below it."""
+        if self.runtime is None:
+            self.runtime = _make_runtime(module, self)
+        return self.runtime
+
+
+class ShardedHooks(UnitHooks):
+    """The hooks of one module of a call: as a paged unit's, with the casts of a policy."""
+
+    def __init__(self, state: FullyShardState, module: nn.Module, name: str) -> None:
+        groups = UnitGroups([state.group] if state.group is not None else [])  # type: ignore[list-item]
+        self.sharded = state
+        super().__init__(None, Unit(name, module), groups)  # type: ignore[arg-type]
+
+    def _register(self, module: nn.Module) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(self._pre_forward, with_kwargs=True, prepend=True),
+            module.register_forward_hook(self._post_forward, with_kwargs=True),
+        ]
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.runtime = self.sharded.begin(module)
+        policy = self.sharded.policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        super()._pre_forward(module, args, kwargs)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        super()._post_forward(module, args, kwargs, output)
+        if self.sharded.policy.output_dtype is None:
+            return output
+        return _cast(output, self.sharded.policy.output_dtype)
+
+    def hook_parameters(self) -> None:
+        """Take gradients from autograd as they become complete."""
+        group = self.sharded.group
+        for number, parameter in enumerate(group.unsharded if group is not None else ()):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(self._take_number, number)
+                )
+
+    def _take_number(self, number: int, _: torch.Tensor) -> None:
+        self.runtime.take_gradient(self.sharded.group, number)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def one(value: Any) -> Any:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floats and value.dtype != dtype else value
+
+    return tree_map(one, values)
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: Any = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    granularity: GranularityLike = "block",
+    dbuffer_size: int | str = DBUFFER_SIZE,
+    planner: str = "optimal",
+) -> M:
+    """Shards a module's parameters over the ranks of a mesh.
+
+    Args:
+        module: a module, or a list of modules that form one group.
+        mesh: one axis, or (replicas, shards); all ranks where not given.
+        reshard_after_forward: give the full parameters up between forward and backward; `None`:
+            everywhere but at the root.
+        mp_policy: dtypes of compute, reduction and outputs.
+        ignored_params: parameters that stay as they are on every rank.
+        granularity: what stays together on one rank; see `odc.sharding`.
+        dbuffer_size: bytes of full parameters and unreduced gradients kept for reuse.
+        planner: `optimal` or `greedy`.
+
+    Returns:
+        The same module; its class is a subclass that mixes in `FSDPModule`.
+
+    Raises:
+        ValueError: the module, the mesh or an argument is not supported; the message says which.
+    """
+    modules = tuple(module) if isinstance(module, list | tuple) else (module,)
+    for one in modules:
+        check_module(one)
+    for name, given in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
+        if given is not None:
+            raise NotImplementedError(
+                f"{name} is not supported: every parameter lies as planned; use granularity="
+            )
+    if mesh is None:
+        mesh = _default_mesh()
+    _check(mesh, reshard_after_forward, offload_policy)
+    device = _device(mesh)
+    pool = _POOLS.setdefault(device, GatherPool(0))
+    pool.limit_bytes = max(pool.limit_bytes, parse_size(dbuffer_size))
+    policy = mp_policy or MixedPrecisionPolicy()
+    places = managed_places(modules, ignored_params or ())
+    _move_buffers(modules, device)
+    group = None
+    if places:
+        group = ShardedGroup(
+            type(modules[0]).__name__,
+            places,
+            mesh,
+            granularity=granularity,
+            precision=Precision(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype),
+            pool=pool,
+            device=device,
+            planner=planner,
+        )
+        group.behaviour.reshard_after_forward = reshard_after_forward is not False
+    state = FullyShardState(modules, group, policy, reshard_after_forward is None, pool)
+    for one in modules:
+        one.__dict__[STATE] = state
+        state.hooks.append(ShardedHooks(state, one, type(one).__name__))
+        one.__class__ = _sharded_class(type(one))
+        one.register_state_dict_pre_hook(_reshard_before)
+        one.register_load_state_dict_pre_hook(_reshard_before)
+    state.hooks[0].hook_parameters()
+    return module
+
+
+def _reshard_before(module: nn.Module, *_: Any) -> None:
+    """A state dict holds sharded parameters."""
+    assert isinstance(module, FSDPModule)
+    module.reshard()
+
+
+def state_of(module: nn.Module) -> FullyShardState | None:
+    """The state of a module that was given to `fully_shard`, else `None`."""
+    return module.__dict__.get(STATE)
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _default_mesh() -> DeviceMesh:
+    """All ranks on one axis; the same mesh for every call."""
+    world = dist.group.WORLD
+    if _MESHES and _MESHES[0][0] is world:
+        return _MESHES[0][1]
+    mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
+    _MESHES[:] = [(world, mesh)]
+    return mesh
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _check(mesh: DeviceMesh, reshard_after_forward: Any, offload_policy: Any) -> None:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if not isinstance(reshard_after_forward, bool | None):
+        raise NotImplementedError(
+            f"reshard_after_forward={reshard_after_forward!r}: resharding to fewer ranks is not "
+            "supported; use True or False"
+        )
+    if getattr(offload_policy, "pin_memory", None) is not None:
+        raise NotImplementedError("offload_policy: use odc.paged, which moves pages to the host")
+
+
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    for _, module in managed_modules(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _make_runtime(root: nn.Module, state: FullyShardState) -> ShardedRuntime:
+    """Joins all states below the root: one runtime, one order of gathers."""
+    runtime = ShardedRuntime(root, state.pool)
+    seen: set[int] = set()
+    for fqn, module in root.named_modules():
+        found = state_of(module)
+        if found is None:
+            continue
+        if found.runtime is not None and found is not state:
+            raise RuntimeError(
+                f"{fqn} was called before {type(root).__name__}, which holds it, and became a root "
+                "of its own; call the outermost module first"
+            )
+        found.runtime = runtime
+        for hooks in found.hooks:
+            if hooks.unit.module is module:
+                hooks.runtime = runtime
+                hooks.unit.fqn = fqn
+                runtime.units.append(hooks)
+        group = found.group
+        if id(found) in seen or group is None:
+            continue
+        seen.add(id(found))
+        group.name = fqn or type(root).__name__
+        runtime.join(group)
+    if state.auto_reshard and state.group is not None:
+        state.group.behaviour.reshard_after_forward = False
+    for group in runtime.groups:
+        group.adopt()
+    return runtime
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, state: FullyShardState) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Waits for the gather; the module then holds its full parameters."""
+        if self._state.group is not None and self._state.runtime is not None:
+            self._state.runtime.wait(self._state.group)
+
+
+class FSDPModule:
+    """What a sharded module can do besides what its own class does."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the original class: containers make one when they are sliced."""
+        return cls.__mro__[2](*args, **kwargs)
+
+    def _states(self, recurse: bool = True) -> list[FullyShardState]:
+        assert isinstance(self, nn.Module)
+        modules = self.modules() if recurse else [self]
+        found = (state_of(module) for module in modules)
+        return list(dict.fromkeys(state for state in found if state is not None))
+
+    def _own(self) -> FullyShardState:
+        (state,) = self._states(recurse=False)
+        return state
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's parameters (not those of nested calls)."""
+        assert isinstance(self, nn.Module)
+        state = self._own()
+        runtime = state.begin(self)
+        if state.group is not None:
+            runtime.start(state.group)
+        handle = UnshardHandle(state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Gives this module's full parameters up."""
+        state = self._own()
+        if state.group is not None and state.runtime is not None:
+            state.runtime.wait(state.group)
+            state.group.reshard()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """`.to`, `.to_empty` and the like change sharded parameters, which come back after it."""
+        self.reshard()
+        made = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        state = self._own()
+        if state.group is not None:
+            state.group.adopt()
+        return made
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether a backward ends with a reduction; otherwise gradients add up unreduced."""
+        for state in self._states(recurse) if not requires_gradient_sync else ():
+            if state.group is not None:
+                state.group.buffer.widen_gradients()
+        self._behave(recurse, requires_sync=requires_gradient_sync)
+        self._behave(recurse, requires_all_reduce=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether a reduction on a mesh with replicas goes over these as well."""
+        self._behave(recurse, requires_all_reduce=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the full parameters are given up between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for state in self._states(recurse):
+            state.auto_reshard = False
+        self._behave(recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether the full parameters are given up after a backward."""
+        self._behave(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of gradients is divided by, in place of the number of ranks."""
+        self._behave(False, divide_factor=float(factor))
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether a parameter without gradient takes part in a reduction, as zeros."""
+        self._behave(recurse, fill_unused=reduce_scatter_unused_params)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward waits for its reductions."""
+        assert isinstance(self, nn.Module)
+        self._own().begin(self).is_last_backward = is_last_backward
+
+    def reset_iter_state(self) -> None:
+        """After an exception in a forward or backward: shard all, drop its gradients.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        runtime = self._own().runtime
+        if runtime is not None and runtime.model is not self:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        if runtime is not None:
+            runtime.reset()
+
+    def _behave(self, recurse: bool, **changes: Any) -> None:
+        for state in self._states(recurse):
+            for name, value in changes.items():
+                if state.group is not None:
+                    setattr(state.group.behaviour, name, value)
+
+
+def FullyShardedDataParallel(
+    module: M,
+    mesh: DeviceMesh | None = None,
+    *,
+    shard_granularity: GranularityLike = "block",
+    dbuffer_size: int | str = DBUFFER_SIZE,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+) -> M:
+    """Shards a model: every layer it finds (what lies in a `ModuleList`), and the rest as the root.
+
+    Args and errors are those of `fully_shard`; `shard_granularity` is its `granularity`.
+    """
+    assert isinstance(module, nn.Module)
+    chosen: dict[str, Any] = {
+        "mesh": mesh,
+        "granularity": shard_granularity,
+        "dbuffer_size": dbuffer_size,
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    for layer in _layers(module):
+        fully_shard(layer, **chosen)
+    return fully_shard(module, **chosen)
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules in a `ModuleList`, in order."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            found.extend(layer for layer in child if any(True for _ in layer.parameters()))
+        else:
+            found.extend(_layers(child))
+    return found
+
+
+def _sharded_class(cls: type) -> type:
+    if cls not in _CLASSES:
+        body = {"__deepcopy__": _refuse_deepcopy}
+        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
+    return _CLASSES[cls]
+
+
+def _refuse_deepcopy(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method gather and give up parameters as `forward` does; nothing where not sharded.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    original = getattr(module, method_name)
+    (hooks,) = [h for h in module._own().hooks if h.unit.module is module]
+
+    @functools.wraps(original)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = hooks._pre_forward(self, args, kwargs)
+        return hooks._post_forward(self, args, kwargs, original(*args, **kwargs))
+
+    setattr(module, method_name, types.MethodType(wrapped, module))

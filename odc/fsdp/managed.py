@@ -1,0 +1,74 @@
+"""Which modules and parameters one call of `fully_shard` takes: all below, but for nested calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from odc.fsdp.sharded import SharedPlace
+
+STATE = "_odc_fully_shard"  # the attribute of a module that holds its state
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuses a module that is never called, and one that was given before.
+
+    Raises:
+        ValueError: the module is such a one.
+    """
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if container and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: {module}"
+        )
+    if STATE in module.__dict__:
+        raise ValueError(
+            f"fully_shard can only be applied to a module once, but was applied to "
+            f"{type(module).__name__} before"
+        )
+
+
+def managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """(fqn below its root, module) of all modules that no nested call has taken."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, fqn: str, root: bool) -> None:
+        if id(module) in seen or (STATE in module.__dict__ and not root):
+            return
+        seen.add(id(module))
+        found.append((fqn, module))
+        for name, child in module.named_children():
+            visit(child, f"{fqn}.{name}" if fqn else name, False)
+
+    for number, root in enumerate(roots):
+        visit(root, "" if len(roots) == 1 else str(number), True)
+    return found
+
+
+def managed_places(
+    roots: Sequence[nn.Module], ignored: Collection[nn.Parameter]
+) -> list[SharedPlace]:
+    """The parameters that a call takes, each once, in the order of the modules.
+
+    Raises:
+        ValueError: one of them is a scalar.
+    """
+    skipped = {id(parameter) for parameter in ignored}
+    places: dict[int, SharedPlace] = {}
+    for fqn, module in managed_modules(roots):
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in skipped:
+                continue
+            if id(parameter) in places:
+                places[id(parameter)].shared.append((module, name))
+                continue
+            full = f"{fqn}.{name}" if fqn else name
+            if parameter.dim() == 0:
+                raise ValueError(
+                    "fully_shard doesn't support scalar parameters. "
+                    f"Change {full} to a 1D tensor with numel equal to 1."
+                )
+            places[id(parameter)] = SharedPlace(module, name, full, parameter)
+    return list(places.values())

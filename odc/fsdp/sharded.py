@@ -1,0 +1,266 @@
+"""A sharded group: parameters that are gathered together, and whose gradients are reduced together.
+
+A parameter is one of two objects, and its module holds the one that is true now: a `RaggedTensor`
+over this rank's slice, which optimizers and checkpoints see, or a plain parameter over the full
+buffer, which forward and backward see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate
+
+from odc.fsdp.dbuffer import DBuffer, GatherPool
+from odc.fsdp.ragged import RaggedShard, RaggedTensor
+from odc.fsdp.wrap import Place
+from odc.memory.events import Phase
+from odc.sharding import GranularityLike, TensorSpec, plan_group
+from odc.sharding.plan import Plan
+
+
+@dataclass(slots=True)
+class SharedPlace(Place):
+    """A parameter's place, and the other modules' attributes that are the same parameter."""
+
+    shared: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes of a group; `None`: that of the parameters.
+
+    Attributes:
+        param_dtype: of gathered parameters and of compute.
+        reduce_dtype: of the reduction of gradients; `None`: that of compute.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(kw_only=True)
+class Behaviour:
+    """What may be changed between passes.
+
+    Attributes:
+        reshard_after_forward: give the full parameters up between forward and backward.
+        reshard_after_backward: and after the backward.
+        requires_sync: reduce gradients at the end of a backward; otherwise they add up unreduced.
+        requires_all_reduce: on a mesh with replicas, add up over these as well.
+        divide_factor: what gradients are divided by; `None`: the ranks that share the data.
+        fill_unused: a parameter without gradient counts as one of zeros.
+    """
+
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    requires_sync: bool = True
+    requires_all_reduce: bool = True
+    divide_factor: float | None = None
+    fill_unused: bool = False
+
+
+class ShardedGroup:
+    """The parameters of one unit on one rank of a mesh.
+
+    Args:
+        name: of the unit's module.
+        places: its parameters, trainable or not.
+        mesh: one axis, or (replicas, shards).
+        granularity: what stays together on one rank.
+        precision: dtypes.
+        pool: memory for what is gathered.
+        device: of the storages.
+        planner: `greedy` or `optimal`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        places: list[SharedPlace],
+        mesh: DeviceMesh,
+        *,
+        granularity: GranularityLike,
+        precision: Precision,
+        pool: GatherPool,
+        device: torch.device,
+        planner: str = "optimal",
+    ) -> None:
+        self.name = name
+        self.places = places
+        self.mesh = mesh
+        self.behaviour = Behaviour()
+        self.updates = 0  # of interest to hooks: versions never change inside a backward
+        self.trainable = any(place.parameter.requires_grad for place in places)
+        self.has_gradient = [False] * len(places)  # in the gradient buffer
+        self.received: set[int] = set()  # in this backward
+        shards = mesh.size(mesh.ndim - 1)
+        self.plan = plan_parameters(places, shards, granularity, precision, planner)
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+        self.buffer = DBuffer(
+            self.plan, rank, device, precision.param_dtype, precision.reduce_dtype, pool
+        )
+        self.sharded = [self._shard(number) for number in range(len(places))]
+        self.unsharded = [self._unshard(number) for number in range(len(places))]
+        self._gradients: list[RaggedTensor | None] = [None] * len(places)
+        self.show(self.sharded)
+
+    # -- parameters ------------------------------------------------------------------------------
+
+    def _placements(self, number: int) -> tuple[Placement, ...]:
+        place = self.plan.placements[number]
+        shard = RaggedShard(place.block_numel, self.plan.local_units(place.tensor.fqn))
+        return (*[Replicate()] * (self.mesh.ndim - 1), shard)
+
+    def _wrap(self, number: int, local: torch.Tensor) -> RaggedTensor:
+        shape = self.places[number].parameter.shape
+        return RaggedTensor.from_span(local, self.mesh, self._placements(number), shape)
+
+    def _shard(self, number: int) -> nn.Parameter:
+        """The parameter over the slice, with this rank's elements of its present values."""
+        place = self.places[number]
+        parameter = place.parameter
+        local = self.buffer.shard(self._fqn(number))
+        if not parameter.is_meta:
+            offset, numel = self._span(number)
+            local.copy_(parameter.detach().reshape(-1)[offset : offset + numel])
+        made = nn.Parameter(self._wrap(number, local), requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        return made
+
+    def _unshard(self, number: int) -> nn.Parameter:
+        """The parameter over the full buffer, with a version counter of its own."""
+        view = self.buffer.view(self._fqn(number))
+        trainable = self.places[number].parameter.requires_grad
+        made = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), trainable)
+        made.data = view
+        made.__dict__.update(self.places[number].parameter.__dict__)
+        return made
+
+    def _fqn(self, number: int) -> str:
+        return self.plan.placements[number].tensor.fqn
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """(offset, elements) of this rank's part of a tensor."""
+        shard = self._placements(number)[-1]
+        assert isinstance(shard, RaggedShard)
+        return shard.span(self.plan.placements[number].tensor.numel, self.buffer.rank)
+
+    def show(self, parameters: list[nn.Parameter]) -> None:
+        """Puts the sharded or the unsharded parameters into the modules."""
+        for place, parameter in zip(self.places, parameters, strict=True):
+            place.module._parameters[place.name] = parameter
+            for module, name in place.shared:
+                module._parameters[name] = parameter
+
+    def adopt(self) -> None:
+        """Takes parameters back whose local tensor was exchanged (`to_empty`, `.to`, `assign`)."""
+        for number, place in enumerate(self.places):
+            held = place.module._parameters[place.name]
+            if held is self.unsharded[number]:
+                continue
+            local = self.buffer.shard(self._fqn(number))
+            assert isinstance(held, nn.Parameter) and isinstance(held, RaggedTensor)
+            self.sharded[number] = held
+            inner = held._local_tensor
+            if inner.data_ptr() != local.data_ptr() or inner.device != local.device:
+                local.copy_(inner)
+                held._local_tensor = local
+
+    # -- gathering -------------------------------------------------------------------------------
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the full buffers are there (or arriving)."""
+        return self.buffer.gathered
+
+    def pin_parameters(self, phase: Phase) -> None:
+        """The slice is always resident."""
+
+    def unpin_parameters(self) -> None:
+        """The slice stays."""
+
+    def reshard(self) -> None:
+        """Gives the full parameters up."""
+        if self.is_gathered:
+            self.show(self.sharded)
+            self.buffer.give_full()
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter got its gradient in this backward."""
+        return len(self.received) == sum(p.requires_grad for p in self.unsharded)
+
+    def add_gradient(self, number: int) -> None:
+        """Takes a parameter's gradient from autograd into the gradient buffer: one copy."""
+        parameter = self.unsharded[number]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self.buffer.take_gradients()
+        view = self.buffer.gradient_view(self._fqn(number))
+        if self.has_gradient[number]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        self.has_gradient[number] = True
+        self.received.add(number)
+
+    def fill_gradients(self) -> list[int]:
+        """Zeros where a parameter got none; returns the parameters that have one."""
+        present = [n for n, has in enumerate(self.has_gradient) if has]
+        for number, parameter in enumerate(self.unsharded):
+            if not self.has_gradient[number]:
+                self.buffer.gradient_view(self._fqn(number)).zero_()
+                if self.behaviour.fill_unused and parameter.requires_grad:
+                    present.append(number)
+        return present
+
+    def show_gradients(self, present: list[int], reduced: list[torch.Tensor] | None) -> None:
+        """Sets `.grad` of sharded parameters.
+
+        Args:
+            present: the parameters that got one.
+            reduced: slices to add to gradients that are there already; `None`: the group's own
+                gradient slices hold what is new.
+        """
+        for number in present:
+            parameter = self.sharded[number]
+            if reduced is not None:
+                place = self.plan.placements[number]
+                new = self.buffer._own(reduced[place.buffer], place)
+                if isinstance(parameter.grad, RaggedTensor):
+                    parameter.grad.to_local().add_(new)
+                    continue
+                self.buffer.gradient_shard(self._fqn(number)).copy_(new)
+            if self._gradients[number] is None:
+                local = self.buffer.gradient_shard(self._fqn(number))
+                self._gradients[number] = self._wrap(number, local)
+            parameter.grad = self._gradients[number]
+
+    def drop_gradients(self) -> None:
+        """An unreduced gradient is dead."""
+        self.buffer.give_gradients()
+        self.has_gradient = [False] * len(self.places)
+        self.received.clear()
+
+
+def plan_parameters(
+    places: list[SharedPlace],
+    shards: int,
+    granularity: GranularityLike,
+    precision: Precision,
+    planner: str,
+) -> Plan:
+    """Plans a group: sub-buffers by the parameters' own dtypes, aligned in both dtypes."""
+    tensors = [TensorSpec(p.fqn, tuple(p.parameter.shape), str(p.parameter.dtype)) for p in places]
+    widest = max((p.parameter.dtype.itemsize for p in places), default=1)
+    narrow = precision.param_dtype.itemsize if precision.param_dtype is not None else widest
+    alignment = 64 * max(1, widest // narrow)
+    return plan_group(
+        tensors, shards, granularity=granularity, alignment=alignment, planner=planner
+    )

@@ -1,0 +1,222 @@
+"""What the units of a sharded model share: gathers and reductions in flight, and their order.
+
+[Note: unshard ahead] A gather that starts when a module begins is exposed. In the first pass the
+order of gathers is recorded; from then on the gather of the group that follows starts as soon as
+the present one is there, as long as what is gathered stays below `dbuffer_size`. The order is that
+of modules, which all ranks share; no clock and no prediction enters it, so ranks cannot disagree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from odc.fsdp.comm import Comm, Work, make_comm
+from odc.fsdp.dbuffer import GatherPool
+from odc.fsdp.passes import Passes
+from odc.fsdp.sharded import ShardedGroup
+from odc.memory.events import Phase
+
+
+class Reduction:
+    """The gradients of one group, being reduced."""
+
+    def __init__(self, group: ShardedGroup, outputs: list[torch.Tensor], fresh: bool) -> None:
+        self.group = group
+        self.present = group.fill_gradients()
+        group.has_gradient = [False] * len(group.places)  # they belong to the reduction now
+        self.outputs = outputs
+        self.fresh = fresh  # the outputs are the group's own gradient slices
+        self.works: list[Work] = []
+
+    def finish(self, replicas: Comm | None, divisor: float | None) -> None:
+        """Waits, and shows the gradients."""
+        for work in self.works:
+            work.wait()
+        if replicas is not None:
+            works = [replicas.all_reduce(out, divide_by=divisor) for out in self.outputs]
+            for work in works:
+                work.wait()
+        group = self.group
+        group.buffer.give_gradients()
+        group.show_gradients(self.present, None if self.fresh else self.outputs)
+
+
+_COMMS: dict[str, tuple[dist.ProcessGroup, Comm]] = {}
+
+
+def comm_of(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    """The collectives of a process group: one object, since its calls are numbered."""
+    known = _COMMS.get(group.group_name)
+    if known is None or known[0] is not group:
+        known = _COMMS[group.group_name] = (group, make_comm(group, device))
+    return known[1]
+
+
+class ShardedRuntime(Passes):
+    """State shared by the hooks of one sharded model.
+
+    Args:
+        model: the root module.
+        pool: memory of what is gathered.
+    """
+
+    def __init__(self, model: nn.Module, pool: GatherPool) -> None:
+        super().__init__(model)
+        self.pool = pool
+        self.groups: list[ShardedGroup] = []
+        self.collective = self  # type: ignore[assignment]
+        self.comms: dict[int, tuple[Comm, Comm | None]] = {}  # by id of mesh: shards, replicas
+        self.is_last_backward = True
+        self._gathers: dict[int, list[Work]] = {}  # by id of group
+        self._unasked: set[int] = set()  # of these, gathers that nobody has waited for yet
+        self._reductions: list[Reduction] = []
+        self._orders: dict[bool, list[ShardedGroup]] = {True: [], False: []}
+        self._at: dict[bool, int] = {True: 0, False: 0}
+
+    def join(self, group: ShardedGroup) -> None:
+        """Adds a group; groups of one mesh share its collectives."""
+        self.groups.append(group)
+        mesh, device = group.mesh, group.buffer.device
+        shards = comm_of(mesh.get_group(mesh.ndim - 1), device)
+        replicas = comm_of(mesh.get_group(0), device) if mesh.ndim > 1 else None
+        self.comms[id(mesh)] = (shards, replicas)
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def begin_pass(self, args: Any, kwargs: Any) -> None:
+        self.recover()
+        self.forward_phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+        self._drop_unused()
+        self._at = {True: 0, False: 0}
+        for group in self.groups:
+            group.adopt()
+
+    def _drop_unused(self) -> None:
+        """Gathers that were started ahead for a module that was not called."""
+        for group in self.groups:
+            if id(group) in self._unasked:
+                self.wait(group)
+                group.reshard()
+
+    def end_backward(self) -> None:
+        for group in self.groups:
+            self.settle(group, last=True)
+            group.received.clear()
+        if self.is_last_backward:
+            self.finish_reductions()
+        self._drop_unused()
+        self._at[False] = 0
+
+    def forget_pass(self) -> None:
+        for group in self.groups:
+            self.wait(group)
+            group.reshard()
+            group.drop_gradients()
+        for reduction in self._reductions:
+            for work in reduction.works:
+                work.wait()
+        self._reductions.clear()
+
+    # -- gathering -------------------------------------------------------------------------------
+
+    def unshard(self, group: ShardedGroup) -> None:
+        """Makes the full parameters available, and starts the gather that follows."""
+        self.start(group)
+        self.wait(group)
+        self._ahead(group)
+
+    def start(self, group: ShardedGroup) -> None:
+        """Starts a gather, unless the group is gathered."""
+        if not group.is_gathered:
+            comm, _ = self.comms[id(group.mesh)]
+            self._gathers[id(group)] = [comm.all_gather(full) for full in group.buffer.take_full()]
+
+    def wait(self, group: ShardedGroup) -> None:
+        """Waits for a gather and shows the full parameters."""
+        self._unasked.discard(id(group))
+        works = self._gathers.pop(id(group), None)
+        if works is None:
+            return
+        for work in works:
+            work.wait()
+        group.show(group.unsharded)
+
+    def _ahead(self, group: ShardedGroup) -> None:
+        """See [Note: unshard ahead]."""
+        forward = torch._C._current_graph_task_id() == -1
+        order, at = self._orders[forward], self._at[forward]
+        if at >= len(order) or order[at] is not group:
+            del order[at:]
+            order.append(group)
+        self._at[forward] = at + 1
+        for following in order[at + 1 : at + 2]:
+            room = self.pool.limit_bytes - self.pool.taken_bytes
+            if not following.is_gathered and following.buffer.full_bytes <= room:
+                self.start(following)
+                self._unasked.add(id(following))
+
+    def reshard(self, group: ShardedGroup, phase: Phase) -> None:
+        """Gives the full parameters up where the group's behaviour says so."""
+        behaviour = group.behaviour
+        if phase in (Phase.FORWARD, Phase.EVALUATION):
+            keep = not behaviour.reshard_after_forward
+        else:
+            keep = not behaviour.reshard_after_backward
+        if not keep:
+            self.wait(group)
+            group.reshard()
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def take_gradient(self, group: ShardedGroup, index: int) -> None:
+        self.begin_backward()
+        if any(reduction.group is group for reduction in self._reductions):
+            self.finish_reductions()  # of an earlier backward: the buffer is needed again
+        group.add_gradient(index)
+        if group.complete:
+            self.settle(group, last=True)
+
+    def settle(self, group: ShardedGroup, last: bool = False) -> None:
+        """Starts the reduction once a group has all gradients of this backward."""
+        if not last or not any(group.has_gradient) or not group.behaviour.requires_sync:
+            return
+        self._reduce(group)
+
+    def _reduce(self, group: ShardedGroup) -> None:
+        while len(self._reductions) > 1:  # at most two groups' gradients are there at once
+            self._finish(self._reductions.pop(0))
+        comm, replicas = self.comms[id(group.mesh)]
+        buffer = group.buffer
+        dtypes = [buffer.reduce_dtype or part.gradient.tensor.dtype for part in buffer.parts]
+        fresh = all(parameter.grad is None for parameter in group.sharded) and all(
+            dtype == part.local.dtype for dtype, part in zip(dtypes, buffer.parts, strict=True)
+        )
+        outputs = [
+            buffer.gradient_slice(number) if fresh else torch.empty_like(part.local, dtype=dtype)
+            for number, (part, dtype) in enumerate(zip(buffer.parts, dtypes, strict=True))
+        ]
+        reduction = Reduction(group, outputs, fresh)
+        divisor = None if replicas is not None else self._divisor(group)
+        reduction.works = [
+            comm.reduce_scatter(part.gradient.tensor, out, divide_by=divisor, dtype=out.dtype)
+            for part, out in zip(buffer.parts, outputs, strict=True)
+        ]
+        self._reductions.append(reduction)
+
+    def _divisor(self, group: ShardedGroup) -> float:
+        factor = group.behaviour.divide_factor
+        return float(group.mesh.size()) if factor is None else factor
+
+    def _finish(self, reduction: Reduction) -> None:
+        group = reduction.group
+        replicas = self.comms[id(group.mesh)][1] if group.behaviour.requires_all_reduce else None
+        reduction.finish(replicas, self._divisor(group))
+
+    def finish_reductions(self) -> None:
+        """Waits for all reductions and shows the gradients."""
+        while self._reductions:
+            self._finish(self._reductions.pop(0))
