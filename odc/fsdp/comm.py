@@ -27,11 +27,12 @@ from torch import Tensor
 from odc.errors import OdcError
 
 ReduceOp = Literal["sum", "max"]
-Observer = Callable[[str, int, int, int, int], None]
-"""Called when a call was waited for: (op, group_id, bytes, dur_ns, wait_ns).
+Observer = Callable[[str, int, int, int, int, int], None]
+"""Called when a call was waited for: (op, group_id, bytes, owner, dur_ns, wait_ns).
 
-`bytes` is the message as nccl-tests counts it: the gathered output, the reduced input. `dur_ns`
-runs from the call to the moment its end was seen, `wait_ns` is the part the caller stood still.
+`bytes` is the message as nccl-tests counts it: the gathered output, the reduced input. `owner` is
+the group of parameters that it was for (`GroupComm.owner`). `dur_ns` runs from the call to the
+moment its end was seen, `wait_ns` is the part the caller stood still.
 """
 
 
@@ -175,12 +176,14 @@ class GroupComm(Comm):
         size: ranks of the group.
         name: the group's, for messages.
         counters: one entry for each kind of call that was made.
+        owner: number of the group of parameters that the calls to come are for; -1: none.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, options: CommOptions) -> None:
         self.ranks, self.rank, self.size = ranks, rank, len(ranks)
         self.options, self.name = options, options.name
         self.counters: dict[str, OpCount] = {}
+        self.owner = -1
 
     def close(self) -> None:
         """End what runs beside the main thread. Nothing may be in flight."""
@@ -192,14 +195,14 @@ class GroupComm(Comm):
         count.sent_bytes += message.sent_bytes
         count.received_bytes += message.received_bytes
 
-    def count_time(self, message: Message, dur_ns: int, wait_ns: int) -> None:
+    def count_time(self, message: Message, owner: int, dur_ns: int, wait_ns: int) -> None:
         """Count the time of a call that was waited for."""
         count = self.counters[message.op]
         count.seconds += dur_ns / 1e9
         count.wait_seconds += wait_ns / 1e9
         if self.options.observer is not None:
-            group_id = self.options.group_id
-            self.options.observer(message.op, group_id, message.num_bytes, dur_ns, wait_ns)
+            group_id, num_bytes = self.options.group_id, message.num_bytes
+            self.options.observer(message.op, group_id, num_bytes, owner, dur_ns, wait_ns)
 
     def error(self, message: Message, peer: int | None, reason: str) -> CommError:
         """Return the error of a call; `peer` is a rank of the group."""
@@ -220,7 +223,7 @@ class TimedWork:
     """
 
     def __init__(self, comm: GroupComm, message: Message) -> None:
-        self.comm, self.message = comm, message
+        self.comm, self.message, self._owner = comm, message, comm.owner
         self.ended_ns: int | None = None
         self._error: CommError | None = None
         self._settled = False
@@ -237,7 +240,8 @@ class TimedWork:
             self._settled = True
             now = time.perf_counter_ns()
             ended = now if self.ended_ns is None else self.ended_ns
-            self.comm.count_time(self.message, ended - self.message.started_ns, now - begun)
+            dur_ns = ended - self.message.started_ns
+            self.comm.count_time(self.message, self._owner, dur_ns, now - begun)
         if self._error is not None:
             raise self._error
 

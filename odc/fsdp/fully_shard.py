@@ -32,7 +32,7 @@ from odc.fsdp.fsdp_module import (
 from odc.fsdp.group import UnitGroups
 from odc.fsdp.hooks import UnitHooks
 from odc.fsdp.managed import STATE, check_module, managed_modules, managed_places
-from odc.fsdp.sharded import Precision, ShardedGroup
+from odc.fsdp.sharded import MAX_BUFFERS, Precision, ShardedGroup
 from odc.fsdp.sharded_runtime import ShardedRuntime
 from odc.fsdp.wrap import Unit
 from odc.sharding import GranularityLike
@@ -135,6 +135,7 @@ def fully_shard(
     granularity: GranularityLike = "block",
     dbuffer_size: int | str = DBUFFER_SIZE,
     planner: str = "optimal",
+    max_buffers: int = MAX_BUFFERS,
 ) -> M:
     """Shards a module's parameters over the ranks of a mesh.
 
@@ -148,6 +149,7 @@ def fully_shard(
         granularity: what stays together on one rank; see `odc.sharding`.
         dbuffer_size: bytes of full parameters and unreduced gradients kept for reuse.
         planner: `optimal` or `greedy`.
+        max_buffers: sub-buffers of a group at most.
 
     Returns:
         The same module; its class is a subclass that mixes in `FSDPModule`.
@@ -183,6 +185,7 @@ def fully_shard(
             pool=pool,
             device=device,
             planner=planner,
+            max_buffers=max_buffers,
         )
         group.behaviour.reshard_after_forward = reshard_after_forward is not False
     state = FullyShardState(modules, group, policy, reshard_after_forward is None, pool)

@@ -21,6 +21,8 @@ from odc.memory.events import Phase
 from odc.sharding import GranularityLike, TensorSpec, plan_group
 from odc.sharding.plan import Plan
 
+MAX_BUFFERS = 3
+
 
 @dataclass(slots=True)
 class SharedPlace(Place):
@@ -75,6 +77,7 @@ class ShardedGroup:
         pool: memory for what is gathered.
         device: of the storages.
         planner: `greedy` or `optimal`.
+        max_buffers: sub-buffers at most.
     """
 
     def __init__(
@@ -88,8 +91,10 @@ class ShardedGroup:
         pool: GatherPool,
         device: torch.device,
         planner: str = "optimal",
+        max_buffers: int = MAX_BUFFERS,
     ) -> None:
         self.name = name
+        self.number = -1  # within its model
         self.places = places
         self.mesh = mesh
         self.behaviour = Behaviour()
@@ -98,7 +103,7 @@ class ShardedGroup:
         self.has_gradient = [False] * len(places)  # in the gradient buffer
         self.received: set[int] = set()  # in this backward
         shards = mesh.size(mesh.ndim - 1)
-        self.plan = plan_parameters(places, shards, granularity, precision, planner)
+        self.plan = plan_parameters(places, shards, granularity, precision, planner, max_buffers)
         rank = mesh.get_local_rank(mesh.ndim - 1)
         self.buffer = DBuffer(
             self.plan, rank, device, precision.param_dtype, precision.reduce_dtype, pool
@@ -255,6 +260,7 @@ def plan_parameters(
     granularity: GranularityLike,
     precision: Precision,
     planner: str,
+    max_buffers: int = MAX_BUFFERS,
 ) -> Plan:
     """Plans a group: sub-buffers by the parameters' own dtypes, aligned in both dtypes."""
     tensors = [TensorSpec(p.fqn, tuple(p.parameter.shape), str(p.parameter.dtype)) for p in places]
@@ -262,5 +268,10 @@ def plan_parameters(
     narrow = precision.param_dtype.itemsize if precision.param_dtype is not None else widest
     alignment = 64 * max(1, widest // narrow)
     return plan_group(
-        tensors, shards, granularity=granularity, alignment=alignment, planner=planner
+        tensors,
+        shards,
+        granularity=granularity,
+        alignment=alignment,
+        planner=planner,
+        max_buffers=max_buffers,
     )

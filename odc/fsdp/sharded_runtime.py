@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.fsdp.comm import Comm, Work, make_comm
+from odc.fsdp.comm import GroupComm, Work, make_comm
 from odc.fsdp.dbuffer import GatherPool
 from odc.fsdp.passes import Passes
 from odc.fsdp.sharded import ShardedGroup
@@ -32,11 +32,12 @@ class Reduction:
         self.fresh = fresh  # the outputs are the group's own gradient slices
         self.works: list[Work] = []
 
-    def finish(self, replicas: Comm | None, divisor: float | None) -> None:
+    def finish(self, replicas: GroupComm | None, divisor: float | None) -> None:
         """Waits, and shows the gradients."""
         for work in self.works:
             work.wait()
         if replicas is not None:
+            replicas.owner = self.group.number
             works = [replicas.all_reduce(out, divide_by=divisor) for out in self.outputs]
             for work in works:
                 work.wait()
@@ -45,10 +46,10 @@ class Reduction:
         group.show_gradients(self.present, None if self.fresh else self.outputs)
 
 
-_COMMS: dict[str, tuple[dist.ProcessGroup, Comm]] = {}
+_COMMS: dict[str, tuple[dist.ProcessGroup, GroupComm]] = {}
 
 
-def comm_of(group: dist.ProcessGroup, device: torch.device) -> Comm:
+def comm_of(group: dist.ProcessGroup, device: torch.device) -> GroupComm:
     """The collectives of a process group: one object, since its calls are numbered."""
     known = _COMMS.get(group.group_name)
     if known is None or known[0] is not group:
@@ -69,7 +70,8 @@ class ShardedRuntime(Passes):
         self.pool = pool
         self.groups: list[ShardedGroup] = []
         self.collective = self  # type: ignore[assignment]
-        self.comms: dict[int, tuple[Comm, Comm | None]] = {}  # by id of mesh: shards, replicas
+        # By id of mesh: shards, replicas.
+        self.comms: dict[int, tuple[GroupComm, GroupComm | None]] = {}
         self.is_last_backward = True
         self._gathers: dict[int, list[Work]] = {}  # by id of group
         self._unasked: set[int] = set()  # of these, gathers that nobody has waited for yet
@@ -79,6 +81,7 @@ class ShardedRuntime(Passes):
 
     def join(self, group: ShardedGroup) -> None:
         """Adds a group; groups of one mesh share its collectives."""
+        group.number = len(self.groups)
         self.groups.append(group)
         mesh, device = group.mesh, group.buffer.device
         shards = comm_of(mesh.get_group(mesh.ndim - 1), device)
@@ -133,6 +136,7 @@ class ShardedRuntime(Passes):
         """Starts a gather, unless the group is gathered."""
         if not group.is_gathered:
             comm, _ = self.comms[id(group.mesh)]
+            comm.owner = group.number
             self._gathers[id(group)] = [comm.all_gather(full) for full in group.buffer.take_full()]
 
     def wait(self, group: ShardedGroup) -> None:
@@ -200,6 +204,7 @@ class ShardedRuntime(Passes):
             for number, (part, dtype) in enumerate(zip(buffer.parts, dtypes, strict=True))
         ]
         reduction = Reduction(group, outputs, fresh)
+        comm.owner = group.number
         divisor = None if replicas is not None else self._divisor(group)
         reduction.works = [
             comm.reduce_scatter(part.gradient.tensor, out, divide_by=divisor, dtype=out.dtype)
