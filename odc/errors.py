@@ -67,6 +67,20 @@ class PredictorMismatchError(OdcError, ValueError):
     """A predictor was trained for another model than the one that runs."""
 
 
+class RankLostError(OdcError, RuntimeError):
+    """A collective of a sharded model failed because a rank is gone or does not answer.
+
+    Attributes:
+        rank: Its global rank; `None` where the library does not tell.
+        group: The group of parameters that was gathered or reduced.
+        step: The training pass, counted from 0, in which it happened.
+    """
+
+    def __init__(self, reason: str, *, rank: int | None, group: str, step: int) -> None:
+        self.rank, self.group, self.step = rank, group, step
+        super().__init__(f"step {step}, parameters of {group}: {reason}")
+
+
 class PlanError(OdcError, ValueError):
     """A written plan says of itself what does not hold."""
 

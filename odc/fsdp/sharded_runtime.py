@@ -8,13 +8,16 @@ of modules, which all ranks share; no clock and no prediction enters it, so rank
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.fsdp.comm import GroupComm, Work, make_comm
+from odc.errors import RankLostError
+from odc.fsdp.comm import CommError, GroupComm, Work, make_comm
 from odc.fsdp.dbuffer import GatherPool
 from odc.fsdp.passes import Passes
 from odc.fsdp.sharded import ShardedGroup
@@ -78,6 +81,8 @@ class ShardedRuntime(Passes):
         self._reductions: list[Reduction] = []
         self._orders: dict[bool, list[ShardedGroup]] = {True: [], False: []}
         self._at: dict[bool, int] = {True: 0, False: 0}
+        self.step = 0  # backwards that ended with a reduction
+        self._lost = False  # a rank is gone: nothing that is in flight will come
 
     def join(self, group: ShardedGroup) -> None:
         """Adds a group; groups of one mesh share its collectives."""
@@ -87,6 +92,17 @@ class ShardedRuntime(Passes):
         shards = comm_of(mesh.get_group(mesh.ndim - 1), device)
         replicas = comm_of(mesh.get_group(0), device) if mesh.ndim > 1 else None
         self.comms[id(mesh)] = (shards, replicas)
+
+    @contextmanager
+    def _told(self, group: ShardedGroup) -> Iterator[None]:
+        """A failed collective says which parameters it was about, and when."""
+        try:
+            yield
+        except CommError as error:
+            self._lost = True
+            raise RankLostError(
+                str(error), rank=error.peer, group=group.name, step=self.step
+            ) from error
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -111,10 +127,16 @@ class ShardedRuntime(Passes):
             group.received.clear()
         if self.is_last_backward:
             self.finish_reductions()
+        self.step += any(group.behaviour.requires_sync for group in self.groups)
         self._drop_unused()
         self._at[False] = 0
 
     def forget_pass(self) -> None:
+        if self._lost:
+            raise RuntimeError(
+                "a rank of this model was lost: its process group cannot be used any more; start "
+                "all ranks again from a checkpoint"
+            )
         for group in self.groups:
             self.wait(group)
             group.reshard()
@@ -145,8 +167,9 @@ class ShardedRuntime(Passes):
         works = self._gathers.pop(id(group), None)
         if works is None:
             return
-        for work in works:
-            work.wait()
+        with self._told(group):
+            for work in works:
+                work.wait()
         group.show(group.unsharded)
 
     def _ahead(self, group: ShardedGroup) -> None:
@@ -219,7 +242,8 @@ class ShardedRuntime(Passes):
     def _finish(self, reduction: Reduction) -> None:
         group = reduction.group
         replicas = self.comms[id(group.mesh)][1] if group.behaviour.requires_all_reduce else None
-        reduction.finish(replicas, self._divisor(group))
+        with self._told(group):
+            reduction.finish(replicas, self._divisor(group))
 
     def finish_reductions(self) -> None:
         """Waits for all reductions and shows the gradients."""

@@ -1,0 +1,68 @@
+"""A rank that is killed ends the others at once, with an error that names it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from odc.errors import RankLostError
+
+
+def train(rank: int, size: int, store: str, pipe) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import odc
+    from tests.fsdp.fully_shard_claims import Net, batch, loss_of
+
+    torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    torch.manual_seed(0)
+    model = odc.FullyShardedDataParallel(Net())
+    step = 0
+    try:
+        while True:
+            loss_of(model, batch(rank, step)).backward()
+            model.zero_grad()
+            step += 1
+            if step == 3:
+                pipe.send("trains")
+    except RankLostError as error:
+        pipe.send((error.rank, error.group, error.step, step, str(error)))
+        os._exit(3)
+
+
+@pytest.mark.dist
+def test_a_killed_rank_is_named_by_the_others_within_seconds(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for rank in range(3):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=train, args=(rank, 3, str(tmp_path / "store"), theirs))
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        for pipe in pipes:
+            assert pipe.poll(120) and pipe.recv() == "trains"
+        os.kill(processes[1].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        for rank in (0, 2):
+            assert pipes[rank].poll(60)
+            lost, group, at, step, text = pipes[rank].recv()
+            # Generous: seconds on an idle machine, see benchmarks; a time-out would be minutes.
+            assert time.monotonic() - killed < 30
+            assert lost == 1 and "rank 1" in text
+            assert at in (step, step + 1) and group
+        for rank in (0, 2):
+            processes[rank].join(20)
+            assert processes[rank].exitcode == 3
+    finally:
+        for process in processes:
+            process.kill()
