@@ -15,6 +15,8 @@ from typing import Any
 
 from odc import sizes
 from odc.errors import ConfigError
+from odc.sharding.granularity import ALLOWED as GRANULARITIES
+from odc.sharding.granularity import parse_granularity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,20 @@ def choice(*names: str, later: tuple[str, ...] = ()) -> Check:
         return result
 
     return Check(allowed=", ".join(names), parse=parse, words=names)
+
+
+def granularity() -> Check:
+    """What of a parameter stays on one rank, as `odc.sharding` reads it; kept as text."""
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, str):
+            raise ValueError
+        try:
+            return str(parse_granularity(value))
+        except ConfigError:
+            raise ValueError from None
+
+    return Check(allowed=GRANULARITIES, parse=parse, words=("element", "block", "tensor"))
 
 
 def size(*, minimum: int = 0, multiple_of: int = 1, power_of_two: bool = False) -> Check:

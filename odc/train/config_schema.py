@@ -356,30 +356,27 @@ class MemoryConfig(Section):
 
 @dataclass(kw_only=True)
 class ShardingConfig(Section):
-    """How groups are divided among ranks."""
+    """How groups are divided among ranks; read where there are several."""
 
     heading: ClassVar[str] = "sharding"
 
     shard_granularity: str = setting(
-        "block", checks.choice("element", "block"), "where a slice may be cut", inactive=True
+        "block", checks.granularity(), "what stays together on one rank"
     )
     dbuffer_size: int = setting(
         256 << 20,
         checks.size(minimum=FRAME_BYTES, power_of_two=True),
-        "of a group's flat buffer",
-        inactive=True,
+        "of full parameters and unreduced gradients kept for reuse",
     )
     planning_algorithm: str = setting(
         "greedy",
         checks.choice("greedy", "optimal"),
         "how tensors are laid into buffers",
-        inactive=True,
     )
     max_buffers: int | None = setting(
         None,
         checks.optional(checks.whole(1), off="auto"),
-        "buffers that may be gathered at once",
-        inactive=True,
+        "buffers that a group may be laid into",
     )
 
 

@@ -46,9 +46,6 @@ def test_the_keys_of_the_feature_list_are_accepted_as_they_stand(tmp_path):
     assert config.memory.max_items == 150
     assert config.sharding.dbuffer_size == 512 * 2**20
     assert notices == [
-        "sharding.shard_granularity: element has no effect yet",
-        "sharding.dbuffer_size: 512MiB has no effect yet",
-        "sharding.planning_algorithm: optimal has no effect yet",
         "communication.overlap_factor: 0.7 has no effect yet",
     ]
 
@@ -280,10 +277,6 @@ def test_keys_without_effect_are_marked_in_the_resolved_file(tmp_path):
     ]
     assert marked == [
         "where",
-        "shard_granularity",
-        "dbuffer_size",
-        "planning_algorithm",
-        "max_buffers",
         "priority_buckets",
         "overlap_factor",
     ]
