@@ -214,8 +214,7 @@ class ShardedRuntime(Passes):
         self._reduce(group)
 
     def _reduce(self, group: ShardedGroup) -> None:
-        while len(self._reductions) > 1:  # at most two groups' gradients are there at once
-            self._finish(self._reductions.pop(0))
+        self.finish_reductions()  # beside this group's gradients, only those of the next are there
         comm, replicas = self.comms[id(group.mesh)]
         buffer = group.buffer
         dtypes = [buffer.reduce_dtype or part.gradient.tensor.dtype for part in buffer.parts]

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import odc
 from odc.fsdp.ragged import RaggedTensor
+from odc.memory.frames import FRAME_BYTES
 from tests.fsdp.ragged_world import World
 
 
@@ -503,3 +504,37 @@ def calls_carry_no_more_than_what_other_ranks_hold(world: World) -> None:
     root = runtime.groups[0].buffer.full_bytes  # it is not gathered again in backward
     assert moved["all_gather"] == share * (2 * sum(sizes) - root)
     assert moved["reduce_scatter"] == share * sum(sizes)
+
+
+@claim(2, 3)
+def what_is_gathered_and_unreduced_stays_within_the_groups_in_use(world: World) -> None:
+    """The root and two layers (one ahead) gathered, two groups of gradients."""
+    torch.manual_seed(1)
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, 512)
+            self.layers = nn.ModuleList(Block(512, 8192) for _ in range(4))
+            self.head = nn.Linear(512, 64)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    mine = sharded(world, Wide())
+    state = odc.fully_shard.state(mine)
+    loss_of(mine, batch(world.rank, 0)).backward()
+    mine.zero_grad()
+    pool = state.pool
+    pool.peak_bytes = pool.taken_bytes
+    loss_of(mine, batch(world.rank, 1)).backward()
+    root, *layers = state.runtime.groups
+    rest = (world.size - 1) / world.size  # this rank's own part is always there
+    whole = root.buffer.full_bytes + 2 * layers[0].buffer.full_bytes
+    limit = rest * whole + 2 * layers[0].buffer.full_bytes
+    frames = 8 * len(root.buffer.parts + layers[0].buffer.parts) * FRAME_BYTES
+    assert pool.peak_bytes <= limit + frames, (pool.peak_bytes, limit)
+    assert pool.taken_bytes == 0

@@ -42,7 +42,12 @@ def outcomes(tmp_path_factory):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("size", "name"),
-    [(size, name) for size in SIZES for name, entry in CLAIMS.items() if size in entry.sizes],
+    [
+        pytest.param(size, name, marks=pytest.mark.slow if size == 4 else ())
+        for size in SIZES
+        for name, entry in CLAIMS.items()
+        if size in entry.sizes
+    ],
 )
 def test_on_ranks(outcomes, size, name):
     wrong = outcomes(size)[name]
