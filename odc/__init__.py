@@ -17,6 +17,8 @@ _EXPORTS = {
     "FSDPModule": "odc.fsdp.fully_shard",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "register_fsdp_forward_method": "odc.fsdp.fully_shard",
+    "load_safetensors": "odc.fsdp.interop",
+    "save_safetensors": "odc.fsdp.interop",
     "OdcError": "odc.errors",
     "AbsentParameterError": "odc.errors",
     "BudgetError": "odc.errors",
@@ -38,8 +40,10 @@ __all__ = [
     "PagedModule",
     "__version__",
     "fully_shard",
+    "load_safetensors",
     "paged",
     "register_fsdp_forward_method",
+    "save_safetensors",
 ]
 
 if TYPE_CHECKING:
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
         fully_shard,
         register_fsdp_forward_method,
     )
+    from odc.fsdp.interop import load_safetensors, save_safetensors
     from odc.fsdp.paged import PagedModule, paged
 
 

@@ -17,18 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import odc
 from odc.errors import CheckpointError
 from odc.fsdp.interop import load_safetensors, save_safetensors
-from odc.fsdp.ragged import RaggedTensor
-from tests.fsdp.fully_shard_claims import Net, batch, deviation, loss_of, sharded, train_ranks
+from tests.fsdp.fully_shard_claims import Net, sharded
 from tests.fsdp.ragged_world import World
 
 os.environ.update(
