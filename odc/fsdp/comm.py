@@ -378,15 +378,12 @@ def make_comm(
     device: torch.device | str = "cpu",
     options: CommOptions | None = None,
 ) -> GroupComm:
-    """Return the `Comm` of a process group, by its backend for a device.
+    """Return the `Comm` of a process group: gloo's transfers, or the backend's own collectives.
 
     Args:
         group: an axis of a mesh (`mesh.get_group(axis)`), or any other group.
         device: where the buffers are.
         options: without a name, the group's own is taken.
-
-    Raises:
-        NotImplementedError: the backend is neither gloo nor NCCL.
     """
     options = options or CommOptions()
     if not options.name:
@@ -394,15 +391,18 @@ def make_comm(
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
         return NullComm(options=options)
-    backend = group._get_backend(torch.device(device)).name()
-    if backend == "gloo":
+    if _backend(group, torch.device(device)) == "gloo":
         from odc.fsdp.comm_gloo import GlooComm
 
         return GlooComm(group, ranks, options)
-    if backend == "nccl":
-        from odc.fsdp.comm_nccl import NcclComm
+    from odc.fsdp.comm_nccl import NcclComm
 
-        return NcclComm(group, ranks, options)
-    raise NotImplementedError(
-        f"group {options.name} has backend {backend} for {device}; expected gloo or nccl"
-    )
+    return NcclComm(group, ranks, options)  # and any other backend's own collectives
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what carries a device's tensors."""
+    try:
+        return str(group._get_backend(device).name())
+    except (AttributeError, NotImplementedError, RuntimeError):  # a group written in Python
+        return str(dist.get_backend(group))

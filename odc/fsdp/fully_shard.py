@@ -9,7 +9,6 @@ planner's layout, and `dbuffer_size`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 from odc.fsdp.dbuffer import GatherPool
@@ -32,7 +32,7 @@ from odc.fsdp.fsdp_module import (
 from odc.fsdp.group import UnitGroups
 from odc.fsdp.hooks import UnitHooks
 from odc.fsdp.managed import STATE, check_module, managed_modules, managed_places
-from odc.fsdp.sharded import MAX_BUFFERS, Precision, ShardedGroup
+from odc.fsdp.sharded import MAX_BUFFERS, Precision, ShardedGroup, SharedPlace
 from odc.fsdp.sharded_runtime import ShardedRuntime
 from odc.fsdp.wrap import Unit
 from odc.sharding import GranularityLike
@@ -51,7 +51,7 @@ __all__ = [
 M = TypeVar("M")
 DBUFFER_SIZE = 256 * 1024 * 1024
 _POOLS: dict[torch.device, GatherPool] = {}
-_MESHES: list[tuple[Any, DeviceMesh]] = []  # the default mesh, and the world it is of
+_MESHES: dict[int, tuple[Any, DeviceMesh]] = {}  # by id of the world, kept alive
 
 
 @dataclass(eq=False)
@@ -88,7 +88,10 @@ class ShardedHooks(UnitHooks):
         ]
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.runtime = self.sharded.begin(module)
+        runtime = self.sharded.begin(module)
+        self.runtime = runtime
+        if not runtime.stack and module is not runtime.model:
+            runtime.partial = True
         policy = self.sharded.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
@@ -100,18 +103,6 @@ class ShardedHooks(UnitHooks):
         if self.sharded.policy.output_dtype is None:
             return output
         return _cast(output, self.sharded.policy.output_dtype)
-
-    def hook_parameters(self) -> None:
-        """Take gradients from autograd as they become complete."""
-        group = self.sharded.group
-        for number, parameter in enumerate(group.unsharded if group is not None else ()):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    functools.partial(self._take_number, number)
-                )
-
-    def _take_number(self, number: int, _: torch.Tensor) -> None:
-        self.runtime.take_gradient(self.sharded.group, number)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
@@ -143,7 +134,9 @@ def fully_shard(
         module: a module, or a list of modules that form one group.
         mesh: one axis, or (replicas, shards); all ranks where not given.
         reshard_after_forward: give the full parameters up between forward and backward; `None`:
-            everywhere but at the root.
+            everywhere but at the root. A number of ranks, as FSDP2 takes it, counts as `True`.
+        shard_placement_fn: asked as FSDP2 asks it; a dimension that it names changes nothing, as
+            parameters lie as planned, and another mesh is refused.
         mp_policy: dtypes of compute, reduction and outputs.
         ignored_params: parameters that stay as they are on every rank.
         granularity: what stays together on one rank; see `odc.sharding`.
@@ -160,11 +153,8 @@ def fully_shard(
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
     for one in modules:
         check_module(one)
-    for name, given in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
-        if given is not None:
-            raise NotImplementedError(
-                f"{name} is not supported: every parameter lies as planned; use granularity="
-            )
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("dp_mesh_dims is not supported; pass a mesh of one or two axes")
     if mesh is None:
         mesh = _default_mesh()
     _check(mesh, reshard_after_forward, offload_policy)
@@ -173,6 +163,7 @@ def fully_shard(
     pool.limit_bytes = max(pool.limit_bytes, parse_size(dbuffer_size))
     policy = mp_policy or MixedPrecisionPolicy()
     places = managed_places(modules, ignored_params or ())
+    _check_placements(places, shard_placement_fn)
     _move_buffers(modules, device)
     group = None
     if places:
@@ -195,7 +186,6 @@ def fully_shard(
         one.__class__ = sharded_class(type(one))
         one.register_state_dict_pre_hook(_reshard_before)
         one.register_load_state_dict_pre_hook(_reshard_before)
-    state.hooks[0].hook_parameters()
     return module
 
 
@@ -211,10 +201,10 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 def _default_mesh() -> DeviceMesh:
     """All ranks on one axis; the same mesh for every call."""
     world = dist.group.WORLD
-    if _MESHES and _MESHES[0][0] is world:
-        return _MESHES[0][1]
+    if id(world) in _MESHES:
+        return _MESHES[id(world)][1]
     mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
-    _MESHES[:] = [(world, mesh)]
+    _MESHES[id(world)] = (world, mesh)
     return mesh
 
 
@@ -231,13 +221,35 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def _check(mesh: DeviceMesh, reshard_after_forward: Any, offload_policy: Any) -> None:
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if not isinstance(reshard_after_forward, bool | None):
-        raise NotImplementedError(
-            f"reshard_after_forward={reshard_after_forward!r}: resharding to fewer ranks is not "
-            "supported; use True or False"
+    if not isinstance(reshard_after_forward, bool | int | None):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the "
+            f"group size to reshard to, not {reshard_after_forward}"
         )
-    if getattr(offload_policy, "pin_memory", None) is not None:
+    shards = mesh.size(mesh.ndim - 1)
+    if type(reshard_after_forward) is int and not (
+        1 < reshard_after_forward < shards and shards % reshard_after_forward == 0
+    ):
+        raise ValueError(
+            "If passing reshard_after_forward as an int, it should be a "
+            f"factor of {shards}, not {reshard_after_forward}"
+        )
+    if getattr(offload_policy, "pin_memory", None) is not None and mesh.device_type != "cpu":
         raise NotImplementedError("offload_policy: use odc.paged, which moves pages to the host")
+
+
+def _check_placements(
+    places: Sequence[SharedPlace], shard_placement_fn: Callable[[nn.Parameter], Any] | None
+) -> None:
+    if shard_placement_fn is None:
+        return
+    for place in places:
+        chosen = shard_placement_fn(place.parameter)
+        if chosen is not None and not isinstance(chosen, Shard):
+            raise NotImplementedError(
+                f"shard_placement_fn: got {chosen!r} for {place.fqn}; a mesh for single parameters "
+                "is not supported, shard their module on that mesh"
+            )
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

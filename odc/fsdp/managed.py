@@ -6,16 +6,22 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from odc.errors import OdcError
 from odc.fsdp.sharded import SharedPlace
 
 STATE = "_odc_fully_shard"  # the attribute of a module that holds its state
+
+
+class AppliedTwiceError(OdcError, AssertionError):
+    """`fully_shard` was applied to a module twice; an AssertionError, as FSDP2's is."""
 
 
 def check_module(module: nn.Module) -> None:
     """Refuses a module that is never called, and one that was given before.
 
     Raises:
-        ValueError: the module is such a one.
+        ValueError: it is never called.
+        AppliedTwiceError: it was given before.
     """
     container = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if container and type(module).forward is nn.Module.forward:
@@ -23,9 +29,9 @@ def check_module(module: nn.Module) -> None:
             f"fully_shard does not support containers that do not implement forward: {module}"
         )
     if STATE in module.__dict__:
-        raise ValueError(
-            f"fully_shard can only be applied to a module once, but was applied to "
-            f"{type(module).__name__} before"
+        raise AppliedTwiceError(
+            "Each distinct composable distributed API can only be applied to a module once. "
+            f"fully_shard was applied to this {type(module).__name__} before."
         )
 
 

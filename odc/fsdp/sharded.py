@@ -7,7 +7,9 @@ buffer, which forward and backward see.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -111,6 +113,9 @@ class ShardedGroup:
         self.sharded = [self._shard(number) for number in range(len(places))]
         self.unsharded = [self._unshard(number) for number in range(len(places))]
         self._gradients: list[RaggedTensor | None] = [None] * len(places)
+        self.take_gradient: Callable[[ShardedGroup, int], None] | None = None  # the runtime's
+        for place in places:  # the full values are not kept
+            place.parameter = _described(place.parameter, place.parameter.dtype)
         self.show(self.sharded)
 
     # -- parameters ------------------------------------------------------------------------------
@@ -143,7 +148,13 @@ class ShardedGroup:
         made = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), trainable)
         made.data = view
         made.__dict__.update(self.places[number].parameter.__dict__)
+        if trainable:
+            made.register_post_accumulate_grad_hook(functools.partial(self._arrived, number))
         return made
+
+    def _arrived(self, number: int, _: torch.Tensor) -> None:
+        assert self.take_gradient is not None, "a backward without a forward of the root"
+        self.take_gradient(self, number)
 
     def _fqn(self, number: int) -> str:
         return self.plan.placements[number].tensor.fqn
@@ -162,7 +173,13 @@ class ShardedGroup:
                 module._parameters[name] = parameter
 
     def adopt(self) -> None:
-        """Takes parameters back whose local tensor was exchanged (`to_empty`, `.to`, `assign`)."""
+        """Takes parameters back whose local tensor was exchanged (`to_empty`, `.to`, `assign`).
+
+        Raises:
+            NotImplementedError: parameters of one sub-buffer were cast to several dtypes.
+        """
+        if not self.is_gathered:
+            self._retype()
         for number, place in enumerate(self.places):
             held = place.module._parameters[place.name]
             if held is self.unsharded[number]:
@@ -170,10 +187,44 @@ class ShardedGroup:
             local = self.buffer.shard(self._fqn(number))
             assert isinstance(held, nn.Parameter) and isinstance(held, RaggedTensor)
             self.sharded[number] = held
+            if self.unsharded[number].requires_grad != held.requires_grad:
+                place.parameter.requires_grad_(held.requires_grad)
+                self.unsharded[number] = self._unshard(number)
             inner = held._local_tensor
             if inner.data_ptr() != local.data_ptr() or inner.device != local.device:
                 local.copy_(inner)
                 held._local_tensor = local
+
+    def _retype(self) -> None:
+        """After `.to(dtype)`: the same layout in other dtypes."""
+        held = [place.module._parameters[place.name] for place in self.places]
+        dtypes = [parameter.dtype for parameter in held if parameter is not None]
+        if dtypes == [place.parameter.dtype for place in self.places]:
+            return
+        of_buffer: dict[int, torch.dtype] = {}
+        for place, dtype in zip(self.plan.placements, dtypes, strict=True):
+            if of_buffer.setdefault(place.buffer, dtype) != dtype:
+                raise NotImplementedError(
+                    f"{self.name}: its parameters were cast to {of_buffer[place.buffer]} and "
+                    f"{dtype}; cast all of a module given to fully_shard to one dtype"
+                )
+        buffers = [
+            replace(buffer, dtype=_name(of_buffer[number]))
+            for number, buffer in enumerate(self.plan.buffers)
+        ]
+        placements = [
+            replace(place, tensor=replace(place.tensor, dtype=_name(dtype)))
+            for place, dtype in zip(self.plan.placements, dtypes, strict=True)
+        ]
+        self.plan = replace(self.plan, buffers=tuple(buffers), placements=tuple(placements))
+        old = self.buffer
+        self.buffer = DBuffer(
+            self.plan, old.rank, old.device, old.param_dtype, old.reduce_dtype, old.pool
+        )
+        for own, dtype in zip(self.places, dtypes, strict=True):
+            own.parameter = _described(own.parameter, dtype)
+        self.unsharded = [self._unshard(number) for number in range(len(self.places))]
+        self._gradients = [None] * len(self.places)
 
     # -- gathering -------------------------------------------------------------------------------
 
@@ -252,6 +303,18 @@ class ShardedGroup:
         self.buffer.give_gradients()
         self.has_gradient = [False] * len(self.places)
         self.received.clear()
+
+
+def _described(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """What there is to know of a parameter but its values."""
+    meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
+    made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def plan_parameters(

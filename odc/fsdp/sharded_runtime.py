@@ -49,15 +49,14 @@ class Reduction:
         group.show_gradients(self.present, None if self.fresh else self.outputs)
 
 
-_COMMS: dict[str, tuple[dist.ProcessGroup, GroupComm]] = {}
+_COMMS: dict[int, tuple[dist.ProcessGroup, GroupComm]] = {}  # by id of the group, kept alive
 
 
 def comm_of(group: dist.ProcessGroup, device: torch.device) -> GroupComm:
     """The collectives of a process group: one object, since its calls are numbered."""
-    known = _COMMS.get(group.group_name)
-    if known is None or known[0] is not group:
-        known = _COMMS[group.group_name] = (group, make_comm(group, device))
-    return known[1]
+    if id(group) not in _COMMS:
+        _COMMS[id(group)] = (group, make_comm(group, device))
+    return _COMMS[id(group)][1]
 
 
 class ShardedRuntime(Passes):
@@ -81,6 +80,7 @@ class ShardedRuntime(Passes):
         self._reductions: list[Reduction] = []
         self._orders: dict[bool, list[ShardedGroup]] = {True: [], False: []}
         self._at: dict[bool, int] = {True: 0, False: 0}
+        self.partial = False  # what runs was called by itself, not by the root
         self.step = 0  # backwards that ended with a reduction
         self._lost = False  # a rank is gone: nothing that is in flight will come
 
@@ -88,6 +88,7 @@ class ShardedRuntime(Passes):
         """Adds a group; groups of one mesh share its collectives."""
         group.number = len(self.groups)
         self.groups.append(group)
+        group.take_gradient = self.take_gradient
         mesh, device = group.mesh, group.buffer.device
         shards = comm_of(mesh.get_group(mesh.ndim - 1), device)
         replicas = comm_of(mesh.get_group(0), device) if mesh.ndim > 1 else None
@@ -107,6 +108,7 @@ class ShardedRuntime(Passes):
     # -- passes ----------------------------------------------------------------------------------
 
     def begin_pass(self, args: Any, kwargs: Any) -> None:
+        self.partial = False
         self.recover()
         self.forward_phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
         self._drop_unused()
@@ -173,7 +175,9 @@ class ShardedRuntime(Passes):
         group.show(group.unsharded)
 
     def _ahead(self, group: ShardedGroup) -> None:
-        """See [Note: unshard ahead]."""
+        """See [Note: unshard ahead]; a part that is called by itself has no recorded order."""
+        if self.partial:
+            return
         forward = torch._C._current_graph_task_id() == -1
         order, at = self._orders[forward], self._at[forward]
         if at >= len(order) or order[at] is not group:
