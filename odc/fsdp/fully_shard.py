@@ -134,7 +134,8 @@ def fully_shard(
         module: a module, or a list of modules that form one group.
         mesh: one axis, or (replicas, shards); all ranks where not given.
         reshard_after_forward: give the full parameters up between forward and backward; `None`:
-            everywhere but at the root. A number of ranks, as FSDP2 takes it, counts as `True`.
+            everywhere but at the root. A number of ranks, as FSDP2 takes it, counts as `True`
+            (1: as `False`, since a rank would then hold everything).
         shard_placement_fn: asked as FSDP2 asks it; a dimension that it names changes nothing, as
             parameters lie as planned, and another mesh is refused.
         mp_policy: dtypes of compute, reduction and outputs.
@@ -178,7 +179,9 @@ def fully_shard(
             planner=planner,
             max_buffers=max_buffers,
         )
-        group.behaviour.reshard_after_forward = reshard_after_forward is not False
+        keeps = reshard_after_forward is not None and reshard_after_forward in (False, 1)
+        keeps = keeps and reshard_after_forward is not True
+        group.behaviour.reshard_after_forward = not keeps
     state = FullyShardState(modules, group, policy, reshard_after_forward is None, pool)
     for one in modules:
         one.__dict__[STATE] = state
@@ -227,8 +230,8 @@ def _check(mesh: DeviceMesh, reshard_after_forward: Any, offload_policy: Any) ->
             f"group size to reshard to, not {reshard_after_forward}"
         )
     shards = mesh.size(mesh.ndim - 1)
-    if type(reshard_after_forward) is int and not (
-        1 < reshard_after_forward < shards and shards % reshard_after_forward == 0
+    if type(reshard_after_forward) is int and (
+        not 1 <= reshard_after_forward <= shards or shards % reshard_after_forward
     ):
         raise ValueError(
             "If passing reshard_after_forward as an int, it should be a "
@@ -267,7 +270,7 @@ def _make_runtime(root: nn.Module, state: FullyShardState) -> ShardedRuntime:
         found = state_of(module)
         if found is None:
             continue
-        if found.runtime is not None and found is not state:
+        if found.runtime is not None and found.runtime is not runtime:
             raise RuntimeError(
                 f"{fqn} was called before {type(root).__name__}, which holds it, and became a root "
                 "of its own; call the outermost module first"

@@ -102,6 +102,7 @@ class ShardedGroup:
         self.behaviour = Behaviour()
         self.updates = 0  # of interest to hooks: versions never change inside a backward
         self.trainable = any(place.parameter.requires_grad for place in places)
+        self.pins = 0  # modules of the group whose forward or backward runs
         self.has_gradient = [False] * len(places)  # in the gradient buffer
         self.received: set[int] = set()  # in this backward
         shards = mesh.size(mesh.ndim - 1)
@@ -234,10 +235,12 @@ class ShardedGroup:
         return self.buffer.gathered
 
     def pin_parameters(self, phase: Phase) -> None:
-        """The slice is always resident."""
+        """The slice is always resident; the full buffers stay while somebody uses them."""
+        self.pins += 1
 
     def unpin_parameters(self) -> None:
         """The slice stays."""
+        self.pins -= 1
 
     def reshard(self) -> None:
         """Gives the full parameters up."""

@@ -192,6 +192,8 @@ class ShardedRuntime(Passes):
 
     def reshard(self, group: ShardedGroup, phase: Phase) -> None:
         """Gives the full parameters up where the group's behaviour says so."""
+        if group.pins > 1:  # another module of the group is not done
+            return
         behaviour = group.behaviour
         if phase in (Phase.FORWARD, Phase.EVALUATION):
             keep = not behaviour.reshard_after_forward

@@ -593,3 +593,48 @@ def a_number_of_ranks_to_reshard_to_counts_as_true(world: World) -> None:
     assert train_ranks(world, sharded(world, model, reshard_after_forward=2), 2) == wanted
     with pytest.raises(ValueError, match="it should be a factor of 4, not 3"):
         sharded(world, model, reshard_after_forward=3)
+
+
+class Chunked(nn.Module):
+    """A head that is called apart from the body, on pieces, each with a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 37)
+        self.body = Block()
+        self.norm = nn.LayerNorm(37)
+        self.head = nn.Linear(37, 31)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(self.body(self.embed(tokens)))
+
+
+def chunked_backward(model: nn.Module, tokens: Tensor, scale: float = 1.0) -> None:
+    hidden = model(tokens)
+    pieces = []
+    for piece in hidden.detach().chunk(3, dim=1):
+        piece = piece.contiguous().requires_grad_()
+        (model.head(piece).square().mean() * scale).backward()
+        assert piece.grad is not None
+        pieces.append(piece.grad)
+    hidden.backward(torch.cat(pieces, dim=1))
+
+
+@claim(2)
+def modules_of_one_group_may_run_apart_and_in_pieces(world: World) -> None:
+    for reshard in (True, False):
+        torch.manual_seed(1)
+        plain = Chunked()
+        mine = copy.deepcopy(plain)
+        odc.fully_shard(mine.body, mesh=world.mesh, reshard_after_forward=reshard)
+        pair = [mine.norm, mine.head]
+        assert odc.fully_shard(pair, mesh=world.mesh, reshard_after_forward=reshard) is pair
+        odc.fully_shard(mine, mesh=world.mesh, reshard_after_forward=reshard)
+        for _ in range(2):
+            mine.zero_grad()
+            plain.zero_grad()
+            chunked_backward(mine, batch(world.rank, 0))
+            for rank in range(world.size):
+                chunked_backward(plain, batch(rank, 0), 1 / world.size)
+            for parameter, wanted in zip(mine.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad.full_tensor(), wanted.grad)
