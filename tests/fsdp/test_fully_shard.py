@@ -11,14 +11,19 @@ SIZES = (2, 3, 4)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """World size -> what went wrong, claim by claim."""
+def outcomes(request, tmp_path_factory):
+    """World size -> what went wrong, claim by claim of those that are to run."""
+    chosen = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     found: dict[int, dict[str, str]] = {}
 
     def outcome(size: int) -> dict[str, str]:
         if size not in found:
             folder = tmp_path_factory.mktemp("sharded")
-            names = [name for name, entry in CLAIMS.items() if size in entry.sizes]
+            names = [params["name"] for params in chosen if params["size"] == size]
             found[size] = run(size, names, folder, folder / "out", "tests.fsdp.fully_shard_claims")
         return found[size]
 
@@ -28,7 +33,12 @@ def outcomes(tmp_path_factory):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("size", "name"),
-    [(size, name) for size in SIZES for name, entry in CLAIMS.items() if size in entry.sizes],
+    [
+        pytest.param(size, name, marks=pytest.mark.slow if size != min(entry.sizes) else ())
+        for size in SIZES
+        for name, entry in CLAIMS.items()
+        if size in entry.sizes
+    ],
 )
 def test_on_ranks(outcomes, size, name):
     wrong = outcomes(size)[name]

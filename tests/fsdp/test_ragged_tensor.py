@@ -43,7 +43,7 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        pytest.param(size, name, marks=pytest.mark.slow if size == 4 else ())
+        pytest.param(size, name, marks=pytest.mark.slow if size > 2 else ())
         for size in SIZES
         for name, entry in CLAIMS.items()
         if size in entry.sizes
