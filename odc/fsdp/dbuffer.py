@@ -107,6 +107,13 @@ class FrameStorage:
         else:
             pool.take(self._range.address + first * FRAME_BYTES, last - first, lasting=True)
             flat[first * FRAME_BYTES : last * FRAME_BYTES].zero_()
+        # A storage of its own over the kept elements: torch.save and checkpoints that stage copy
+        # whole storages, and outside of these elements memory comes and goes.
+        self.kept = torch.empty(0, dtype=dtype)
+        if high > low:
+            self.kept = torch.frombuffer(
+                self._range.buffer(), dtype=torch.uint8, offset=low, count=high - low
+            ).view(dtype)
         around = ((0, first), (last, frames_for(num_bytes)))
         self._rest = [
             (self._range.address + start * FRAME_BYTES, end - start)
@@ -190,8 +197,9 @@ class DBuffer:
             own = slice(self.rank * buffer.slice_numel, (self.rank + 1) * buffer.slice_numel)
             same = dtype == own_dtype and self.device.type == "cpu"
             full = self._storage(numel, dtype, (own.start, own.stop) if same else (0, 0))
-            held = full.tensor[own]
-            if not same:
+            if isinstance(full, FrameStorage) and same:
+                held = full.kept
+            else:
                 held = torch.zeros(buffer.slice_numel, dtype=own_dtype, device=self.device)
             self.parts.append(Part(held, full, self._storage(numel, dtype, (0, 0)), own))
 

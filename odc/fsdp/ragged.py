@@ -285,6 +285,13 @@ class RaggedTensor(SpanTensor):
         match_layout("p.data = q", value, self._spec)
         self._local_tensor.copy_(value._local_tensor)
 
+    def data_ptr(self) -> int:
+        """0, as that of a DTensor; torch's is the span's offset where its storage starts earlier.
+
+        Checkpoints that stage take another number for memory to copy.
+        """
+        return 0
+
     def share_memory_(self) -> Tensor:  # type: ignore[override]
         """Raises: the span is a part of a group's buffer."""
         raise RaggedOpError("share_memory_ is not defined for a RaggedShard tensor")
