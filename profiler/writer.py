@@ -76,6 +76,7 @@ class TraceWriter:
         rank: This process.
         world_size: Number of processes of the run.
         manifest: Facts for `manifest.json`, laid over what the writer knows itself.
+        keeps_manifest: Whether it writes a manifest; otherwise rank 0's names its files (`adopt`).
         buffer_rows: Rows of a stream kept before a batch is written without a flush.
         segment_bytes: A segment that has grown to this is closed and the next one begun.
 
@@ -90,6 +91,7 @@ class TraceWriter:
         world_size: int = 1,
         manifest: Mapping[str, Any] | None = None,
         *,
+        keeps_manifest: bool = True,
         buffer_rows: int = 4_096,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
@@ -100,10 +102,12 @@ class TraceWriter:
         self.dropped_events = 0
         self.failed = False
         self.closed = False
+        self._keeps_manifest = keeps_manifest
         self._segment_bytes = segment_bytes
         self._folder = rank_dir(self.trace_dir, rank)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._earlier_segments: list[dict[str, Any]] = []
             self.manifest = self._begin_session(world_size, manifest or {})
             self._buffers = {
                 name: _Buffer(stream, buffer_rows, self._open_segment(stream))
@@ -257,6 +261,20 @@ class TraceWriter:
         self.manifest.update(copy.deepcopy(dict(facts)))
         self._try_manifest()
 
+    def adopt(self, segments: Iterable[Mapping[str, Any]], dropped_events: int) -> None:
+        """Name the files of a rank that keeps no manifest; to be called when it has closed them.
+
+        Args:
+            segments: That writer's `manifest["segments"]`.
+            dropped_events: Its `dropped_events`.
+        """
+        listed = [dict(segment) for segment in segments]
+        names = {segment["file"] for segment in listed}
+        kept = [s for s in self._earlier_segments if s["file"] not in names]
+        self._earlier_segments = [*kept, *listed]
+        self._earlier_dropped += dropped_events
+        self._try_manifest()
+
     def close(self) -> None:
         """Flush, end every file with an END row, write the side files and the manifest."""
         if self.closed:
@@ -392,6 +410,8 @@ class TraceWriter:
         ]
         self.manifest["segments"] = [*self._earlier_segments, *segments]
         self.manifest["dropped_events"] = self._earlier_dropped + self.dropped_events
+        if not self._keeps_manifest:
+            return
         write_atomic(self.manifest_path, json.dumps(self.manifest, indent=1).encode())
 
     def _try_manifest(self) -> None:

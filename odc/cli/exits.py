@@ -29,6 +29,8 @@ def messages(error: BaseException) -> list[str]:
     """Returns what to tell the user, a line for each problem."""
     if isinstance(error, KeyboardInterrupt):
         return ["interrupted", *map(str, error.args)]
+    if getattr(error, "is_told", False):  # by another rank, see odc/train/ranks.py
+        return []
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"

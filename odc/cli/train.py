@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from odc.cli.exits import INTERRUPT, UsageError
 
 if TYPE_CHECKING:
     from odc.train.config import Config
+    from odc.train.ranks import Ranks
 
 CONFIGS = Path(__file__).parent.parent / "train" / "configs"
 
@@ -19,6 +21,7 @@ examples:
   odc train config.yaml train.steps=500 memory.page_budget=400MB --run-dir runs/first
   odc train config.yaml --run-dir runs/first --resume
   odc train config.yaml memory.evict_strategy=lru memory.prefetch=none --from runs/first
+  torchrun --nproc-per-node 2 -m odc train tiny-dense memory.page_budget=null
 
 CONFIG is a file, or the name of a configuration that comes with odc: {names}.
 KEY=VALUE (section.key=value, the value as in YAML) overrides the file. `odc train --keys` lists
@@ -84,16 +87,28 @@ def train_with(args: argparse.Namespace, presets: tuple[str, ...]) -> int:
 
         print(list_keys())
         return 0
-    name, overrides = _sort_out(args)
-    run_dir = _run_dir(args, name)
-    path = run_dir / "config.yaml" if name is None else config_path(name)
-    config = _load(path, (*presets, *overrides))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from odc.train.ranks import joined
+
+        with joined() as ranks:
+            return _train(args, presets, ranks)
+    from odc.train.ranks import Ranks
+
+    return _train(args, presets, Ranks())
+
+
+def _train(args: argparse.Namespace, presets: tuple[str, ...], ranks: "Ranks") -> int:
+    # What all ranks find wrong alike is told once; where they write, rank 0 says.
+    config, run_dir = ranks.together(lambda: _read_arguments(args, presets, ranks))[ranks.rank]
+    run_dir = ranks.on_root(lambda: run_dir)
     from odc.train.trainer import INTERRUPTED, train
 
     try:
         outcome = train(config, run_dir, resume=args.resume, start_from=args.start_from)
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(_how_to_go_on(run_dir)) from error
+        raise KeyboardInterrupt(_how_to_go_on(run_dir, ranks.size)) from error
+    if not ranks.is_root:
+        return INTERRUPT if outcome.status == INTERRUPTED else 0
     if args.json:
         print(json.dumps({"run_dir": str(outcome.run_dir), **outcome.summary}, indent=1))
     else:
@@ -101,18 +116,27 @@ def train_with(args: argparse.Namespace, presets: tuple[str, ...]) -> int:
     if outcome.status != INTERRUPTED:
         return 0
     sys.stdout.flush()
-    print(f"odc: {_how_to_go_on(run_dir)}", file=sys.stderr)
+    print(f"odc: {_how_to_go_on(run_dir, ranks.size)}", file=sys.stderr)
     return INTERRUPT
 
 
-def _how_to_go_on(run_dir: Path) -> str:
+def _read_arguments(
+    args: argparse.Namespace, presets: tuple[str, ...], ranks: "Ranks"
+) -> tuple["Config", Path]:
+    name, overrides = _sort_out(args)
+    run_dir = _run_dir(args, name)
+    path = run_dir / "config.yaml" if name is None else config_path(name)
+    return _load(path, (*presets, *overrides), tell=ranks.is_root), run_dir
+
+
+def _how_to_go_on(run_dir: Path, ranks: int) -> str:
     from odc.train.checkpoint import latest
     from odc.train.run_dir import resume_command
 
     saved = latest(run_dir / "checkpoints")
     if saved is None:
         return "nothing was saved, so that this run cannot go on; checkpoint.every=STEPS saves"
-    return f"saved at {saved.name}; to go on: {resume_command(run_dir)}"
+    return f"saved at {saved.name}; to go on: {resume_command(run_dir, ranks)}"
 
 
 def packaged_configs() -> list[str]:
@@ -160,11 +184,11 @@ def _run_dir(args: argparse.Namespace, name: str | None) -> Path:
     return newest_run_dir(stem) if args.resume else default_run_dir(stem)
 
 
-def _load(path: Path, overrides: tuple[str, ...]) -> "Config":
+def _load(path: Path, overrides: tuple[str, ...], tell: bool) -> "Config":
     from odc.train.config import load_config
 
     config, notices = load_config(path, overrides)
-    for notice in notices:
+    for notice in notices if tell else ():
         print(f"odc: note: {notice}", file=sys.stderr)
     return config
 
@@ -175,9 +199,18 @@ def _describe(run_dir: Path, summary: dict[str, Any]) -> str:
     count = max(summary["recorded_steps"], 1)
     mean = {name: total / count for name, total in summary["totals"].items()}
     loss = summary["final_loss"]
-    return (
+    head = (
         f"{run_dir}: {summary['status']} after {summary['steps']} steps, loss "
         f"{'-' if loss is None else format(loss, '.4f')}\n"
-        f"{summary['policy']}: means of a step: {mean['step_s']:.3f} s, {mean['stall_s']:.3f} s of "
-        f"it stalled, {format_bytes(mean['bytes_in'])} in, {format_bytes(mean['bytes_out'])} out"
+    )
+    if "ranks" in summary:
+        return (
+            f"{head}{summary['ranks']} ranks: means of a step: {mean['step_s']:.3f} s, "
+            f"{mean['comm_s']:.3f} s of it waiting for ranks, {format_bytes(mean['sent_bytes'])} "
+            "sent by rank 0"
+        )
+    return (
+        f"{head}{summary['policy']}: means of a step: {mean['step_s']:.3f} s, "
+        f"{mean['stall_s']:.3f} s of it stalled, {format_bytes(mean['bytes_in'])} in, "
+        f"{format_bytes(mean['bytes_out'])} out"
     )

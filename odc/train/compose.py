@@ -8,6 +8,7 @@ steps to come) is the user's input, and refused as such before anything trains.
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import odc.memory.manager as managing
 from odc.errors import ConfigError
 from odc.fsdp.optimizer import PagedAdamW
 from odc.fsdp.paged import paged
+from odc.fsdp.ragged import RaggedTensor, distribute_ragged
 from odc.memory.manager import MemoryManager, PrefetchFactory
 from odc.memory.pages import PageTable
 from odc.memory.plan import (
@@ -30,7 +32,7 @@ from odc.memory.stations import OrderLibrary
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
 from odc.train.config import Config
 from odc.train.config_schema import MemoryConfig
-from odc.train.models import Transformer, build_model, initializer
+from odc.train.models import Transformer, build_model, init_parameter, initializer
 from profiler.schema import policy_code
 
 _EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
@@ -123,6 +125,71 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def make_sharded(config: Config, vocab_size: int) -> tuple[Transformer, torch.optim.AdamW]:
+    """Builds the model on the meta device, shards it over all ranks, layer by layer, and fills it.
+
+    Every rank draws the values of one parameter at a time, whole, and keeps its own part: they are
+    those of one process with this seed.
+
+    Raises:
+        ConfigError: The granularity does not fit a parameter.
+    """
+    from odc.fsdp.fully_shard import fully_shard
+
+    chosen, sharding = config.optimizer, config.sharding
+    model = build_model(
+        config.model,
+        vocab_size,
+        device="meta",
+        activation_checkpointing=config.train.activation_checkpointing,
+    )
+    options: dict[str, Any] = {
+        "granularity": sharding.shard_granularity,
+        "dbuffer_size": sharding.dbuffer_size,
+        "planner": sharding.planning_algorithm,
+    }
+    if sharding.max_buffers is not None:
+        options["max_buffers"] = sharding.max_buffers
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    _fill(config, model)
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, chosen.weight_decay),
+        lr=chosen.lr,
+        betas=(chosen.betas[0], chosen.betas[1]),
+        eps=chosen.eps,
+        fused=True,
+    )
+    return model, optimizer
+
+
+@torch.no_grad()
+def _fill(config: Config, model: Transformer) -> None:
+    depth, std = config.model.num_layers, config.model.init_std
+    for fqn, parameter in model.named_parameters():
+        assert isinstance(parameter, RaggedTensor), f"{fqn} is sharded"
+        full = torch.empty(parameter.shape, dtype=parameter.dtype)
+        init_parameter(fqn, full, seed=config.train.seed, std=std, num_layers=depth)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_ragged(full, mesh, placements, src_data_rank=None))
+
+
+def check_ranks(config: Config) -> None:
+    """Refuses what is not combined with several ranks yet.
+
+    Raises:
+        ConfigError: Memory is limited.
+    """
+    keys = ("total_mem", "page_budget")
+    found = [f"memory.{key}" for key in keys if getattr(config.memory, key) is not None]
+    if found:
+        raise ConfigError(
+            f"{' and '.join(found)}: paging is not combined with several ranks yet; leave it out "
+            f"({' '.join(f'{key}=null' for key in found)}), or train with one rank"
+        )
 
 
 def _prefetch_factory(memory: MemoryConfig, first_step: int) -> PrefetchFactory:

@@ -277,16 +277,23 @@ def init_weights(
     """
     for name, parameter in module.named_parameters(recurse=False):
         full_name = f"{fqn}.{name}" if fqn else name
-        with torch.no_grad():
-            if parameter.dim() < 2:
-                parameter.fill_(1.0)
-                continue
-            digest = hashlib.sha256(f"{seed}:{full_name}".encode()).digest()
-            generator = torch.Generator(device=parameter.device)
-            generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            writes_residual = full_name.endswith((".o_proj.weight", ".w2.weight"))
-            scale = std / math.sqrt(2 * num_layers) if writes_residual else std
-            parameter.normal_(0.0, scale, generator=generator)
+        init_parameter(full_name, parameter, seed=seed, std=std, num_layers=num_layers)
+
+
+@torch.no_grad()
+def init_parameter(
+    fqn: str, parameter: Tensor, *, seed: int = 0, std: float = 0.02, num_layers: int = 1
+) -> None:
+    """Initialises one parameter, as `init_weights` does."""
+    if parameter.dim() < 2:
+        parameter.fill_(1.0)
+        return
+    digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
+    generator = torch.Generator(device=parameter.device)
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    writes_residual = fqn.endswith((".o_proj.weight", ".w2.weight"))
+    scale = std / math.sqrt(2 * num_layers) if writes_residual else std
+    parameter.normal_(0.0, scale, generator=generator)
 
 
 def initializer(config: ModelConfig, seed: int) -> Callable[[str, nn.Module], None]:

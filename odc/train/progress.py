@@ -26,15 +26,20 @@ class Display:
         first_step: Step at which this process begins.
         num_steps: Steps of the whole run.
         log_every: Steps between two lines where there is no terminal.
+        shown: Whether this process is the one that shows them.
     """
 
-    def __init__(self, first_step: int, num_steps: int, log_every: int) -> None:
+    def __init__(
+        self, first_step: int, num_steps: int, log_every: int, *, shown: bool = True
+    ) -> None:
+        self._shown = shown
         self._num_steps = num_steps
         self._log_every = log_every
         self._rate: float | None = None
         self._stall_s = 0.0
+        self._comm_s = 0.0
         self._bar: Progress | None = None
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             self._bar = Progress(
                 MofNCompleteColumn(
                     table_column=Column(no_wrap=True, min_width=2 * len(str(num_steps)) + 1)
@@ -64,6 +69,7 @@ class Display:
         rate = metrics["tokens"] / max(metrics["step_s"], 1e-9)
         self._rate = rate if self._rate is None else self._rate + _SMOOTHING * (rate - self._rate)
         self._stall_s += metrics["stall_s"]
+        self._comm_s += metrics.get("comm_s", 0.0)
         done = metrics["step"] + 1
         text = self._text(metrics)
         if self._bar is not None:
@@ -75,13 +81,17 @@ class Display:
         """Prints a line."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
-        else:
+        elif self._shown:
             print(text, file=sys.stderr, flush=True)
 
     def _text(self, metrics: Mapping[str, Any]) -> str:
         evaluated = f"  eval {metrics['eval_loss']:.4f}" if "eval_loss" in metrics else ""
-        moved = f"{format_bytes(metrics['bytes_in'])} in  {format_bytes(metrics['bytes_out'])} out"
-        return (
+        text = (
             f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}{evaluated}  "
-            f"{self._rate:.0f} tok/s  stalled {self._stall_s:.1f} s  {moved}"
+            f"{self._rate:.0f} tok/s"
         )
+        if "comm_s" in metrics:
+            sent = format_bytes(metrics["sent_bytes"])
+            return f"{text}  waited {self._comm_s:.1f} s for ranks  {sent} sent"
+        moved = f"{format_bytes(metrics['bytes_in'])} in  {format_bytes(metrics['bytes_out'])} out"
+        return f"{text}  stalled {self._stall_s:.1f} s  {moved}"

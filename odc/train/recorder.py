@@ -24,49 +24,34 @@ from profiler.writer import TraceWriter
 _FLUSH_NS = 5 * 10**9
 
 
-class Recorder:
-    """Turns tracing on and off, step by step.
+class StepRecorder:
+    """Records the steps of one process, and in each that is due what `_trace` turns on.
 
     Args:
-        trace_dir: `RUN/trace`; a trace that is there already is continued.
-        config: Sections `profiler` and `memory` are read.
-        runtime: The model's runtime.
-        identity: Of model and corpus.
-
-    Raises:
-        TraceError: The folder cannot be written, or holds a trace of another version.
+        writer: Of the process; `close` closes it.
+        config: Section `profiler` is read.
     """
 
-    def __init__(
-        self, trace_dir: Path, config: Config, runtime: Runtime, identity: Identity
-    ) -> None:
-        self._manager = runtime.manager
+    def __init__(self, writer: TraceWriter, config: Config) -> None:
+        self._writer = writer
         self._interval = config.profiler.trace_interval
         self._memory = "mem_footprint" in config.profiler.metrics
-        self._writer = TraceWriter(trace_dir, manifest=trace_facts(config, runtime, identity))
-        self._writer.write_pages(page_rows(self._manager.table))
-        self._sink = TraceSink(self._writer)
+        self._sink = TraceSink(writer)
         self._traced = False
         self._flushed_ns = time.monotonic_ns()
         self._profiler_ns = 0
 
-    def begin_step(self, step: int) -> None:
-        """A step begins: the sink is on if it is one of those to trace."""
-        self._manager.step = step
-        self._traced = step % self._interval == 0
-        self._manager.set_sink(self._sink if self._traced else None)
+    def _trace(self, step: int, traced: bool) -> None:
+        """A step begins, of which all is recorded or the step alone."""
 
-    def write_memory(self) -> None:
-        """Writes the accounts; before the manager's counters are taken, which forget the peak."""
-        if self._memory:
-            self._manager.write_memory()
+    def begin_step(self, step: int) -> None:
+        """A step begins: all of it is recorded if it is one of those to trace."""
+        self._traced = step % self._interval == 0
+        self._trace(step, self._traced)
 
     def end_training(self, row: StepRow) -> None:
         """The training of a step is over; an evaluation may follow."""
         row.profiler_ns = self._profiler_ns
-        if self._memory and self._traced:
-            rest = row.transient_bytes
-            self._sink.mem(row.t_ns, row.step, Tier.DEVICE, Account.TRANSIENTS, rest, rest)
         self._sink.step(row)
 
     def end_step(self, flush: bool = False) -> None:
@@ -84,8 +69,47 @@ class Recorder:
 
     def close(self) -> None:
         """Ends the trace."""
-        self._manager.set_sink(None)
+        self._trace(-1, False)
         self._writer.close()
+
+
+class Recorder(StepRecorder):
+    """Turns the manager's sink on and off, step by step.
+
+    Args:
+        trace_dir: `RUN/trace`; a trace that is there already is continued.
+        config: Sections `profiler` and `memory` are read.
+        runtime: The model's runtime.
+        identity: Of model and corpus.
+
+    Raises:
+        TraceError: The folder cannot be written, or holds a trace of another version.
+    """
+
+    def __init__(
+        self, trace_dir: Path, config: Config, runtime: Runtime, identity: Identity
+    ) -> None:
+        self._manager = runtime.manager
+        writer = TraceWriter(trace_dir, manifest=trace_facts(config, runtime, identity))
+        writer.write_pages(page_rows(self._manager.table))
+        super().__init__(writer, config)
+
+    def _trace(self, step: int, traced: bool) -> None:
+        if step >= 0:
+            self._manager.step = step
+        self._manager.set_sink(self._sink if traced else None)
+
+    def write_memory(self) -> None:
+        """Writes the accounts; before the manager's counters are taken, which forget the peak."""
+        if self._memory:
+            self._manager.write_memory()
+
+    def end_training(self, row: StepRow) -> None:
+        """The training of a step is over; an evaluation may follow."""
+        if self._memory and self._traced:
+            rest = row.transient_bytes
+            self._sink.mem(row.t_ns, row.step, Tier.DEVICE, Account.TRANSIENTS, rest, rest)
+        super().end_training(row)
 
 
 def page_rows(table: PageTable) -> Iterator[dict[str, Any]]:
@@ -110,13 +134,9 @@ def trace_facts(config: Config, runtime: Runtime, identity: Identity) -> dict[st
     """Returns what the trace's manifest says about the run."""
     manager: MemoryManager = runtime.manager
     assert manager.pool is not None, "the manager is sealed"
-    model = type(runtime.model).__mro__[2]  # behind the paged class and its mixin
-    return {
-        "trace_interval": config.profiler.trace_interval,
-        "metrics": list(config.profiler.metrics),
+    return common_facts(config, identity) | {
         "model": {
-            "class": f"{model.__module__}.{model.__qualname__}",
-            "structure_hash": identity.structure_hash,
+            **model_facts(runtime.model, identity),
             "num_sets": len(manager.stations.sets),
             "num_parameters": num_elements(runtime.groups),
         },
@@ -128,6 +148,14 @@ def trace_facts(config: Config, runtime: Runtime, identity: Identity) -> dict[st
             "page_size": manager.table.page_size,
             "policy": policy_name(config.memory),
         },
+    }
+
+
+def common_facts(config: Config, identity: Identity) -> dict[str, Any]:
+    """Returns the facts that do not depend on where the model lies."""
+    return {
+        "trace_interval": config.profiler.trace_interval,
+        "metrics": list(config.profiler.metrics),
         "data": {"corpus_hash": identity.corpus_hash},
         "versions": {
             "python": platform.python_version(),
@@ -135,4 +163,13 @@ def trace_facts(config: Config, runtime: Runtime, identity: Identity) -> dict[st
             "torch": str(torch.__version__),
             "odc": odc.__version__,
         },
+    }
+
+
+def model_facts(model: torch.nn.Module, identity: Identity) -> dict[str, Any]:
+    """Returns a model's class and structure."""
+    original = type(model).__mro__[2]  # behind the paged or sharded class and its mixin
+    return {
+        "class": f"{original.__module__}.{original.__qualname__}",
+        "structure_hash": identity.structure_hash,
     }

@@ -37,7 +37,17 @@ METRIC_KEYS = (
     "peak_page_bytes",
     "transient_bytes",
 )
-_TOTALS = ("tokens", "step_s", "compute_s", "stall_s", "bytes_in", "bytes_out", "misses")
+_TOTALS = (
+    "tokens",
+    "step_s",
+    "compute_s",
+    "stall_s",
+    "comm_s",
+    "sent_bytes",
+    "bytes_in",
+    "bytes_out",
+    "misses",
+)
 _MEDIANS = ("step_s", "compute_s", "stall_s", "bytes_in", "bytes_out", "misses")
 
 
@@ -183,9 +193,10 @@ def newest_run_dir(config_name: str, root: Path = Path("runs")) -> Path:
     return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
 
 
-def resume_command(path: Path) -> str:
+def resume_command(path: Path, ranks: int = 1) -> str:
     """Returns the command that goes on with a run; its `config.yaml` says the rest."""
-    return f"odc train --run-dir {shlex.quote(str(path))} --resume"
+    command = "odc" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m odc"
+    return f"{command} train --run-dir {shlex.quote(str(path))} --resume"
 
 
 def summarize(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

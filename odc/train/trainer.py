@@ -34,6 +34,7 @@ from odc.train.config import Config, dump_config
 from odc.train.divergence import diverged
 from odc.train.models import Transformer
 from odc.train.progress import Display
+from odc.train.ranks import current
 from odc.train.recorder import Recorder
 from odc.train.run_dir import RunDir, machine, resume_command
 from odc.train.schedule import make_schedule
@@ -81,7 +82,12 @@ def train(
         OdcError: Bad input before anything is written; or a failure while running, which leaves
             `summary.json` with status `failed` and everything that was saved before intact.
     """
-    trainer = Trainer(config, RunDir(run_dir), resume=resume, start_from=start_from, task=task)
+    made: type[Trainer] = Trainer
+    if current().size > 1:
+        from odc.train.rank_trainer import RankTrainer  # which builds upon this module
+
+        made = RankTrainer
+    trainer = made(config, RunDir(run_dir), resume=resume, start_from=start_from, task=task)
     try:
         return trainer.run()
     finally:
@@ -117,22 +123,28 @@ class Trainer:
             raise ConfigError(self._nothing_left(source, resume))
         self._threads = torch.get_num_threads(), sys.getswitchinterval()
         prepare_process(config)
+        self.model: Transformer
+        self.optimizer: torch.optim.Optimizer
+        self._build(source, task)
+        self.schedule = make_schedule(
+            self.optimizer, config.optimizer, config.train.steps, self.first_step
+        )
+
+    def _build(self, source: Path | None, task: Pretrain | None) -> None:
+        """Makes task, model and optimizer, and fills them from a checkpoint."""
+        config = self.config
         self.task = make_task(config) if task is None else task
         memory = make_memory(config, self.first_step)
         try:
-            self.model: Transformer
-            self.optimizer: PagedAdamW
-            self.model, self.optimizer = make_model(config, self.task.vocab_size, memory)
-            self.identity = Identity.of(self.model, config.model, self.task.corpus_hash)
+            model, optimizer = make_model(config, self.task.vocab_size, memory)
+            self.model, self.optimizer = model, optimizer
+            self.identity = Identity.of(model, config.model, self.task.corpus_hash)
             if source is not None:
-                checkpoint.load(source, self.model, self.optimizer, self.identity)
+                checkpoint.load(source, model, optimizer, self.identity)
         except BaseException:
             memory.close()
             raise
         self.manager = memory
-        self.schedule = make_schedule(
-            self.optimizer, config.optimizer, config.train.steps, self.first_step
-        )
 
     @property
     def runtime(self) -> Runtime:
@@ -145,15 +157,8 @@ class Trainer:
         Raises:
             OdcError: A failure while running.
         """
-        self.run_dir.open(self.first_step)
-        dump_config(self.config, self.run_dir.config)
-        self._link_checkpoints()
-        assert self.manager.pool is not None, "the model is built"
-        self._recorder = Recorder(self.run_dir.trace, self.config, self.runtime, self.identity)
-        self._facts = self._make_facts()
-        self._summarize(RUNNING)
-        chosen = self.config.train
-        self._display = Display(self.first_step, chosen.steps, chosen.log_every)
+        self._open()
+        self._display = self._make_display()
         status = FAILED
         try:
             with self._display, _Signals() as signals:
@@ -164,12 +169,32 @@ class Trainer:
         self._recorder.close()
         return Outcome(status, self._summarize(status), self.run_dir.path)
 
+    def _open(self) -> None:
+        """Makes the run directory and begins its records."""
+        self._open_run_dir()
+        assert self.manager.pool is not None, "the model is built"
+        self._recorder = Recorder(self.run_dir.trace, self.config, self.runtime, self.identity)
+        self._facts = self._make_facts()
+        self._summarize(RUNNING)
+
+    def _make_display(self) -> Display:
+        chosen = self.config.train
+        return Display(self.first_step, chosen.steps, chosen.log_every)
+
+    def _open_run_dir(self) -> None:
+        self.run_dir.open(self.first_step)
+        dump_config(self.config, self.run_dir.config)
+        self._link_checkpoints()
+
     def close(self) -> None:
         """Gives the memory back; the model cannot be used any more."""
         self.run_dir.close()
-        self.manager.close()
+        self._release()
         torch.set_num_threads(self._threads[0])
         sys.setswitchinterval(self._threads[1])
+
+    def _release(self) -> None:
+        self.manager.close()
 
     def _nothing_left(self, source: Path | None, resume: bool) -> str:
         done = self.first_step
@@ -187,22 +212,33 @@ class Trainer:
 
     def _loop(self, stopped: Callable[[], bool]) -> str:
         self.model.train()
-        self.manager.take()
+        self._forget()
         steps = self.config.train.steps
         for step in range(self.first_step, steps):
             metrics = self._step(step)
-            self.run_dir.append(metrics)
+            self._append(metrics)
             done = step + 1
-            save = self._save_is_due(done, last=done == steps or stopped())
+            stop = self._is_to_stop(stopped())
+            save = self._save_is_due(done, last=done == steps or stop)
             # A run that is killed from here on resumes behind this step: it must be recorded.
             self._recorder.end_step(flush=save)
             if save:
                 self._save(done)
             self._display.show(metrics)
-            if stopped() and done < steps:
+            if stop and done < steps:
                 self._display.say(f"interrupted after step {done}")
                 return INTERRUPTED
         return FINISHED
+
+    def _append(self, metrics: dict[str, Any]) -> None:
+        self.run_dir.append(metrics)
+
+    def _is_to_stop(self, stopped: bool) -> bool:
+        return stopped
+
+    def _forget(self) -> None:
+        """What was moved and waited for so far is not the next step's."""
+        self.manager.take()
 
     def _step(self, step: int) -> dict[str, Any]:
         """One optimizer step, and the evaluation that is due after it; returns its metrics."""
@@ -262,7 +298,7 @@ class Trainer:
         start = time.perf_counter()
         loss = self.task.evaluate(self.model)
         self._check_finite(f"step {done - 1}: the loss on held-back text after it is", loss)
-        self.manager.take()
+        self._forget()
         return {"eval_loss": loss, "eval_s": time.perf_counter() - start}
 
     def _check_finite(self, what: str, loss: float) -> None:
@@ -275,18 +311,22 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         try:
-            checkpoint.save(
-                self.run_dir.checkpoints,
-                done,
-                self.model,
-                self.optimizer,
-                self.identity,
-                keep=self.config.checkpoint.keep,
-            )
+            self._write_checkpoint(done)
         except checkpoint.NotFiniteError as error:
             what = f"step {done - 1}: after it {error}"
             raise diverged(what, self.config, self.run_dir) from error
-        self.manager.take()
+        self._forget()
+
+    def _write_checkpoint(self, done: int) -> None:
+        assert isinstance(self.optimizer, PagedAdamW)
+        checkpoint.save(
+            self.run_dir.checkpoints,
+            done,
+            self.model,
+            self.optimizer,
+            self.identity,
+            keep=self.config.checkpoint.keep,
+        )
 
     # Records.
 
@@ -309,12 +349,17 @@ class Trainer:
         memory = self.config.memory
         assert self.manager.pool is not None, "the model is built"
         return {
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "first_step": self.first_step,
             "policy": policy_name(memory),
             "page_budget": self.manager.pool.num_bytes,
             "home": memory.home,
             "link_bandwidth": memory.link_bandwidth,
+            **self._common_facts(),
+        }
+
+    def _common_facts(self) -> dict[str, Any]:
+        return {
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "first_step": self.first_step,
             "corpus_hash": self.identity.corpus_hash,
             "structure_hash": self.identity.structure_hash,
             "machine": machine(),
