@@ -210,14 +210,23 @@ class ShardedRuntime(Passes):
         if any(reduction.group is group for reduction in self._reductions):
             self.finish_reductions()  # of an earlier backward: the buffer is needed again
         group.add_gradient(index)
-        if group.complete:
+        if group.complete and not group.behaviour.fill_unused:
             self.settle(group, last=True)
 
     def settle(self, group: ShardedGroup, last: bool = False) -> None:
-        """Starts the reduction once a group has all gradients of this backward."""
-        if not last or not any(group.has_gradient) or not group.behaviour.requires_sync:
+        """Starts the reduction once a group has all gradients of this backward.
+
+        Where ranks may use different parameters (`fill_unused`), a group is complete at another
+        moment on each; what they share is the end of its module's backward.
+        """
+        if not last and not (group.behaviour.fill_unused and self._has_one_module(group)):
+            return
+        if not any(group.has_gradient) or not group.behaviour.requires_sync:
             return
         self._reduce(group)
+
+    def _has_one_module(self, group: ShardedGroup) -> bool:
+        return sum(group in unit.groups.all for unit in self.units) == 1
 
     def _reduce(self, group: ShardedGroup) -> None:
         self.finish_reductions()  # beside this group's gradients, only those of the next are there
