@@ -55,7 +55,8 @@ class RankTrainer(Trainer):
         state = state_of(self.model)
         assert state is not None and isinstance(self.model, FSDPModule), "the root is sharded"
         self.shards: ShardedRuntime = state.begin(self.model)
-        self.model.set_reduce_scatter_unused_params(True)
+        if self.config.model.num_experts is not None:  # ranks may use different experts
+            self.model.set_reduce_scatter_unused_params(True)
         self._used = [[0.0] * len(group.places) for group in self.shards.groups]
         for group in self.shards.groups:
             for number, parameter in enumerate(group.unsharded):
