@@ -188,6 +188,9 @@ class GroupComm(Comm):
     def close(self) -> None:
         """End what runs beside the main thread. Nothing may be in flight."""
 
+    def abort(self) -> None:
+        """Give up whatever is in flight, where the backend can: waits raise. Any thread may."""
+
     def count(self, message: Message) -> None:
         """Count a call that was issued."""
         count = self.counters.setdefault(message.op, OpCount())

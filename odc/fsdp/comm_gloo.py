@@ -13,6 +13,7 @@ therefore sent as two, the second one short, and waited for from the end.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import weakref
 import zlib
@@ -53,6 +54,7 @@ _PROBE_S = 1.0  # how often a waiting caller looks whether the awaited peer is s
 # Tags of 31 bits, out of the way of small ones that a program uses itself.
 _TAG_BASE = 1 << 30
 _PROBE_TAG = _TAG_BASE - 1
+_ABORT_TAG = _TAG_BASE - 2
 
 _SOURCE_LINE = re.compile(r"^\[[^]]*:\d+\] ")  # of gloo, before its message
 
@@ -177,6 +179,13 @@ class GlooComm(GroupComm):
     def close(self) -> None:
         """End the thread."""
         self._end()
+
+    def abort(self) -> None:
+        """Give up whatever is in flight: all connections of the group are closed."""
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError):  # a wait that times out closes them all
+                waiting = self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG)
+                waiting.wait(timedelta(milliseconds=1))
 
     def all_gather(self, buffer: Tensor) -> Work:
         """Every rank sends its slice to every other, and receives the others' in place."""

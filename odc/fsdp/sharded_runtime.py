@@ -19,6 +19,7 @@ from torch import nn
 from odc.errors import RankLostError
 from odc.fsdp.comm import CommError, GroupComm, Work, make_comm
 from odc.fsdp.dbuffer import GatherPool
+from odc.fsdp.heartbeat import Heartbeat
 from odc.fsdp.passes import Passes
 from odc.fsdp.sharded import ShardedGroup
 from odc.memory.events import Phase
@@ -45,6 +46,10 @@ class Reduction:
             for work in works:
                 work.wait()
         group = self.group
+        hook = group.behaviour.reduce_hook
+        if hook is not None and group.behaviour.requires_all_reduce:
+            for out in self.outputs:
+                hook(out)
         group.buffer.give_gradients()
         group.show_gradients(self.present, None if self.fresh else self.outputs)
 
@@ -57,6 +62,27 @@ def comm_of(group: dist.ProcessGroup, device: torch.device) -> GroupComm:
     if id(group) not in _COMMS:
         _COMMS[id(group)] = (group, make_comm(group, device))
     return _COMMS[id(group)][1]
+
+
+_HEARTBEATS: dict[int, tuple[Any, Heartbeat]] = {}  # by id of the world, kept alive
+_STANDING: list[int] = []  # the rank whose heartbeat stopped
+
+
+def watch_ranks() -> None:
+    """Starts the heartbeat of this process, once a world."""
+    world = dist.group.WORLD
+    size = dist.get_world_size()
+    if size == 1 or id(world) in _HEARTBEATS or dist.get_backend() != "gloo":
+        return
+    store = dist.distributed_c10d._get_default_store()
+    _STANDING.clear()
+    _HEARTBEATS[id(world)] = (world, Heartbeat(store, dist.get_rank(), size, _give_up))
+
+
+def _give_up(rank: int) -> None:
+    _STANDING.append(rank)
+    for _, comm in list(_COMMS.values()):
+        comm.abort()
 
 
 class ShardedRuntime(Passes):
@@ -93,6 +119,7 @@ class ShardedRuntime(Passes):
         shards = comm_of(mesh.get_group(mesh.ndim - 1), device)
         replicas = comm_of(mesh.get_group(0), device) if mesh.ndim > 1 else None
         self.comms[id(mesh)] = (shards, replicas)
+        watch_ranks()
 
     @contextmanager
     def _told(self, group: ShardedGroup) -> Iterator[None]:
@@ -101,9 +128,11 @@ class ShardedRuntime(Passes):
             yield
         except CommError as error:
             self._lost = True
-            raise RankLostError(
-                str(error), rank=error.peer, group=group.name, step=self.step
-            ) from error
+            rank, reason = error.peer, str(error)
+            if _STANDING:
+                rank = _STANDING[0]
+                reason = f"rank {rank} stands still (its heartbeat stopped)"
+            raise RankLostError(reason, rank=rank, group=group.name, step=self.step) from error
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -176,9 +205,15 @@ class ShardedRuntime(Passes):
 
     def _ahead(self, group: ShardedGroup) -> None:
         """See [Note: unshard ahead]; a part that is called by itself has no recorded order."""
-        if self.partial:
-            return
         forward = torch._C._current_graph_task_id() == -1
+        behaviour = group.behaviour
+        chosen = behaviour.ahead_forward if forward else behaviour.ahead_backward
+        for following in chosen or ():
+            if not following.is_gathered:
+                self.start(following)
+                self._unasked.add(id(following))
+        if self.partial or chosen is not None:
+            return
         order, at = self._orders[forward], self._at[forward]
         if at >= len(order) or order[at] is not group:
             del order[at:]

@@ -38,7 +38,8 @@ def train(rank: int, size: int, store: str, pipe) -> None:
 
 
 @pytest.mark.dist
-def test_a_killed_rank_is_named_by_the_others_within_seconds(tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_or_stands_still_is_named_by_the_others(tmp_path, how):
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -51,13 +52,13 @@ def test_a_killed_rank_is_named_by_the_others_within_seconds(tmp_path):
     try:
         for pipe in pipes:
             assert pipe.poll(120) and pipe.recv() == "trains"
-        os.kill(processes[1].pid, signal.SIGKILL)
+        os.kill(processes[1].pid, how)
         killed = time.monotonic()
         for rank in (0, 2):
             assert pipes[rank].poll(60)
             lost, group, at, step, text = pipes[rank].recv()
             # Generous: seconds on an idle machine, see benchmarks; a time-out would be minutes.
-            assert time.monotonic() - killed < 30
+            assert time.monotonic() - killed < 40
             assert lost == 1 and "rank 1" in text
             assert at in (step, step + 1) and group
         for rank in (0, 2):
