@@ -35,6 +35,7 @@ from odc.fsdp.managed import STATE, check_module, managed_modules, managed_place
 from odc.fsdp.sharded import MAX_BUFFERS, Precision, ShardedGroup, SharedPlace
 from odc.fsdp.sharded_runtime import ShardedRuntime
 from odc.fsdp.wrap import Unit
+from odc.memory.events import Phase
 from odc.sharding import GranularityLike
 from odc.sizes import parse_size
 
@@ -90,6 +91,7 @@ class ShardedHooks(UnitHooks):
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         runtime = self.sharded.begin(module)
         self.runtime = runtime
+        runtime.called = True
         if not runtime.stack and module is not runtime.model:
             runtime.partial = True
         policy = self.sharded.policy
@@ -103,6 +105,14 @@ class ShardedHooks(UnitHooks):
         if self.sharded.policy.output_dtype is None:
             return output
         return _cast(output, self.sharded.policy.output_dtype)
+
+    def pin(self, group: Any, phase: Phase) -> None:
+        """As a paged unit's, but for a backward that reads no parameter."""
+        if phase is not Phase.BACKWARD or group.behaviour.unshard_in_backward:
+            super().pin(group, phase)
+            return
+        group.pin_parameters(phase)
+        self.pinned.append(group)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
@@ -271,10 +281,14 @@ def _make_runtime(root: nn.Module, state: FullyShardState) -> ShardedRuntime:
         if found is None:
             continue
         if found.runtime is not None and found.runtime is not runtime:
-            raise RuntimeError(
-                f"{fqn} was called before {type(root).__name__}, which holds it, and became a root "
-                "of its own; call the outermost module first"
-            )
+            if found.runtime.called:
+                raise RuntimeError(
+                    f"{fqn} was called before {type(root).__name__}, which holds it, and became a "
+                    "root of its own; call the outermost module first"
+                )
+            runtime.take_over(found.runtime)
+            if found.auto_reshard and found.group is not None:  # it is no root after all
+                found.group.behaviour.reshard_after_forward = True
         found.runtime = runtime
         for hooks in found.hooks:
             if hooks.unit.module is module:

@@ -57,6 +57,10 @@ class Behaviour:
         requires_all_reduce: on a mesh with replicas, add up over these as well.
         divide_factor: what gradients are divided by; `None`: the ranks that share the data.
         fill_unused: a parameter without gradient counts as one of zeros.
+        unshard_in_backward: gather for the backward; not where it reads no parameter.
+        ahead_forward, ahead_backward: groups whose gathers start as soon as this one's is there;
+            `None`: the one that followed in the last pass.
+        reduce_hook: is called with the flat reduced gradients, which it may change in place.
     """
 
     reshard_after_forward: bool = True
@@ -65,6 +69,10 @@ class Behaviour:
     requires_all_reduce: bool = True
     divide_factor: float | None = None
     fill_unused: bool = False
+    unshard_in_backward: bool = True
+    ahead_forward: list[ShardedGroup] | None = None
+    ahead_backward: list[ShardedGroup] | None = None
+    reduce_hook: Callable[[torch.Tensor], None] | None = None
 
 
 class ShardedGroup:

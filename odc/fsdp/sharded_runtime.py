@@ -106,6 +106,7 @@ class ShardedRuntime(Passes):
         self._reductions: list[Reduction] = []
         self._orders: dict[bool, list[ShardedGroup]] = {True: [], False: []}
         self._at: dict[bool, int] = {True: 0, False: 0}
+        self.called = False  # a forward ran; until then a module around the model may become it
         self.partial = False  # what runs was called by itself, not by the root
         self.step = 0  # backwards that ended with a reduction
         self._lost = False  # a rank is gone: nothing that is in flight will come
@@ -120,6 +121,11 @@ class ShardedRuntime(Passes):
         replicas = comm_of(mesh.get_group(0), device) if mesh.ndim > 1 else None
         self.comms[id(mesh)] = (shards, replicas)
         watch_ranks()
+
+    def take_over(self, other: ShardedRuntime) -> None:
+        """Gathers that were asked for before the first forward."""
+        self._gathers.update(other._gathers)
+        other._gathers.clear()
 
     @contextmanager
     def _told(self, group: ShardedGroup) -> Iterator[None]:
