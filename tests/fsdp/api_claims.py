@@ -332,9 +332,9 @@ def a_hook_sees_reduced_gradients_and_may_change_them(world: World) -> None:
     assert len(seen) == len(group.buffer.parts)  # nothing was reduced
 
 
-@claim(4)
+@claim(2, 4)
 def a_hook_of_replicas_runs_after_their_reduction(world: World) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    mesh = world.grid
     torch.manual_seed(1)
     model = odc.fully_shard(Net(), mesh=mesh)
     kept: list[torch.Tensor] = []

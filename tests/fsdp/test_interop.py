@@ -10,28 +10,37 @@ from tests.fsdp.interop_claims import CLAIMS
 from tests.fsdp.ragged_world import run
 
 SIZES = (2, 1, 3, 4)  # two first: its checkpoints are loaded by the others
+SAVES = {"two_ranks_save_checkpoints"}
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """(world size, slow) -> what went wrong, claim by claim."""
+def outcomes(request, tmp_path_factory):
+    """World size -> what went wrong, claim by claim of those that are to run."""
     shared = tmp_path_factory.mktemp("shared")
-    found: dict[tuple[int, bool], dict[str, str]] = {}
+    chosen = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    found: dict[int, dict[str, str]] = {}
 
-    def outcome(size: int, slow: bool) -> dict[str, str]:
-        for needed in (2, size):
-            names = [
-                name
-                for name, entry in CLAIMS.items()
-                if needed in entry.sizes
-                and entry.slow == slow
-                and (HAS_TRANSFORMERS or not entry.transformers)
-            ]
-            if (needed, slow) not in found:
-                out = shared / f"world{needed}{'-slow' if slow else ''}"
-                found[needed, slow] = run(needed, names, shared, out, "tests.fsdp.interop_claims")
-        return found[size, slow]
+    def start(size: int, names: set[str]) -> None:
+        ordered = [
+            name
+            for name, entry in CLAIMS.items()
+            if name in names and (HAS_TRANSFORMERS or not entry.transformers)
+        ]
+        found[size] = run(
+            size, ordered, shared, shared / f"world{size}", "tests.fsdp.interop_claims"
+        )
+
+    def outcome(size: int) -> dict[str, str]:
+        if 2 not in found:  # others load what it saves
+            start(2, {p["name"] for p in chosen if p["size"] == 2} | SAVES)
+        if size not in found:
+            start(size, {p["name"] for p in chosen if p["size"] == size})
+        return found[size]
 
     return outcome
 
@@ -40,7 +49,7 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        pytest.param(size, name, marks=[pytest.mark.slow] if entry.slow else [])
+        pytest.param(size, name, marks=[] if size == 2 else [pytest.mark.slow])
         for size in SIZES
         for name, entry in CLAIMS.items()
         if size in entry.sizes
@@ -50,5 +59,5 @@ def test_on_ranks(outcomes, size, name):
     entry = CLAIMS[name]
     if entry.transformers and not HAS_TRANSFORMERS:
         pytest.skip("transformers is not installed: pip install 'odc-runtime[hf]'")
-    wrong = outcomes(size, entry.slow)[name]
+    wrong = outcomes(size)[name]
     assert not wrong, wrong
