@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from dashboard.catalog import Revision, RunPlace, revision
-from dashboard.groups import Groups, make_groups
+from dashboard.groups import Groups, make_groups, named_groups
 from dashboard.metrics import Metrics, metrics_from_steps, read_metrics
 from profiler import TraceError, TraceReader
 from profiler.analysis import Intervals, Table, num_rows, residency_intervals
@@ -126,8 +126,9 @@ class RunData:
 
     @cached_property
     def groups(self) -> Groups:
-        """The groups of the page table."""
-        return make_groups(self.pages)
+        """The groups of the page table; without pages, those that the manifest names."""
+        named = self.manifest.get("model", {}).get("groups", [])
+        return make_groups(self.pages) if num_rows(self.pages) else named_groups(named)
 
     @cached_property
     def intervals(self) -> Intervals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,14 @@ class Groups:
         return [known.get(group) or f"group {group}" for group in groups.tolist()]
 
 
+def named_groups(paths: Sequence[str]) -> Groups:
+    """Return groups of which only the module paths are known: those of a run without pages."""
+    last = [path.rsplit(".", 1)[-1] for path in paths]
+    layer = np.array([int(text) if text.isdigit() else -1 for text in last], np.int64)
+    none = np.full(len(paths), -1, np.int64)
+    return _labelled(np.arange(len(paths)), list(paths), layer, none, np.zeros(len(paths), int))
+
+
 def make_groups(pages: Table) -> Groups:
     """Return the groups of a page table."""
     number, first, inverse = np.unique(pages["group"], return_index=True, return_inverse=True)
@@ -54,13 +63,19 @@ def make_groups(pages: Table) -> Groups:
     path = [str(text) for text in pages["module_path"][first]]
     layer = pages["layer"][first].astype(np.int64)
     expert = pages["expert"][first].astype(np.int64)
+    return _labelled(number.astype(np.int64), path, layer, expert, size)
+
+
+def _labelled(
+    number: np.ndarray, path: list[str], layer: np.ndarray, expert: np.ndarray, size: np.ndarray
+) -> Groups:
     short = [_short(*row) for row in zip(path, layer.tolist(), expert.tolist(), strict=True)]
     repeated = Counter(short)
     label = [
         text if text and repeated[text] == 1 else f"{text} #{group}".strip()
         for text, group in zip(short, number.tolist(), strict=True)
     ]
-    return Groups(number.astype(np.int64), path, label, layer, expert, size)
+    return Groups(number, path, label, layer, expert, size)
 
 
 def _short(path: str, layer: int, expert: int) -> str:

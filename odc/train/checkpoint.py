@@ -11,6 +11,8 @@ complete. Bytes go from the pages to the file and back: no group is ever copied.
 
 import os
 import shutil
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -125,7 +127,9 @@ def load(path: Path, model: nn.Module, optimizer: PagedAdamW, identity: Identity
     header = read_header(path)
     runtime = _runtime(model)
     runtime.manager.begin_pass(_NO_FORWARD)
-    for index, group in enumerate(runtime.groups):
+    if "ranks" in header:
+        _load_of_ranks(path, runtime, optimizer)
+    for index, group in enumerate(runtime.groups if "ranks" not in header else ()):
         name = _file_name(index)
         if name not in header["files"]:
             raise CheckpointError(f"{path / HEADER}: lists no {name}; the checkpoint is damaged")
@@ -144,6 +148,17 @@ def load(path: Path, model: nn.Module, optimizer: PagedAdamW, identity: Identity
 
 def _runtime(model: nn.Module) -> Runtime:
     return model._odc_runtime  # type: ignore[return-value]
+
+
+def _load_of_ranks(path: Path, runtime: Runtime, optimizer: PagedAdamW) -> None:
+    """From a checkpoint of several ranks, tensor by tensor."""
+    from odc.train.rank_checkpoint import WholeTensors
+
+    saved = WholeTensors(path)
+    for group in runtime.groups:
+        tensors = _group_tensors(runtime, optimizer, group, Op.WRITE)
+        for spec, tensor in zip(_specs(group), tensors, strict=True):
+            saved.read(spec.name, tensor.detach())
 
 
 def _write_groups(folder: Path, model: nn.Module, optimizer: PagedAdamW) -> dict[str, FileRecord]:
@@ -174,7 +189,15 @@ def _specs(group: ParamGroup) -> list[TensorSpec]:
 
 
 def _group_bytes(runtime: Runtime, optimizer: PagedAdamW, group: ParamGroup, op: Op) -> Buffers:
-    """Yields the bytes of each of a group's tensors, pinned while they are used.
+    """Yields the bytes of each of a group's tensors, pinned while they are used."""
+    with closing(_group_tensors(runtime, optimizer, group, op)) as tensors:
+        yield from map(_bytes, tensors)
+
+
+def _group_tensors(
+    runtime: Runtime, optimizer: PagedAdamW, group: ParamGroup, op: Op
+) -> Generator[torch.Tensor, None, None]:
+    """Yields each of a group's tensors, pinned while they are used.
 
     One kind at a time: that much fits every budget in which the group can be trained.
     """
@@ -190,12 +213,11 @@ def _group_bytes(runtime: Runtime, optimizer: PagedAdamW, group: ParamGroup, op:
                     view = group.view(kind, index, slot)
                     if op == Op.READ:
                         _check_finite(kind, group.slots[index].fqn, view)
-                    yield _bytes(view)
+                    yield view
         finally:
             manager.release(group.group, kind)
     if group.trainable:
-        for counter in optimizer.steps_of(group):
-            yield _bytes(counter)
+        yield from optimizer.steps_of(group)
 
 
 def _check_finite(kind: Kind, fqn: str, tensor: torch.Tensor) -> None:

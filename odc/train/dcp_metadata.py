@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import uuid
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,19 +96,24 @@ def load_metadata(file: IO[bytes], name: Path | str) -> Metadata:
 class CheckpointReader(FileSystemReader):
     """DCP's reader, which reads the metadata through `MetadataUnpickler`."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the metadata.
+    @cached_property
+    def metadata(self) -> Metadata:
+        """The metadata, read once.
 
         Raises:
             CheckpointError: It is damaged, or names what DCP does not write.
         """
         path = Path(self.path) / METADATA
         with open(path, "rb") as file:
-            metadata = load_metadata(file, path)
-        for info in (metadata.storage_data or {}).values():
+            found = load_metadata(file, path)
+        for info in (found.storage_data or {}).values():
             name = info.relative_path
             if Path(name).name != name or not name.endswith(".distcp"):
                 raise CheckpointError(f"{path}: names {name!r}, which is no file of a checkpoint")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id or str(uuid.uuid4())
-        return metadata
+        return found
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the metadata, as DCP asks for it."""
+        self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
+        self.metadata.storage_meta.load_id = self.load_id
+        return self.metadata

@@ -6,7 +6,7 @@
         checkpoint.json              as in `checkpoint.py`, with the number of ranks
 
 The files are those of `torch.distributed.checkpoint`; the header and the name come last, from rank
-0, when all ranks are done. Any number of ranks can go on from it, one (`load_into`) too.
+0, when all ranks are done. Any number of ranks can go on from it, one (`WholeTensors`) too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from odc.errors import CheckpointError
+from odc.fsdp.fully_shard import FSDPModule
 from odc.train.checkpoint_folder import (
     Identity,
     NotFiniteError,
@@ -138,20 +139,37 @@ def load(
     random = f"rng.{ranks.rank}"
     # A rank more than there were begins with rank 0's; no operation of a model draws from it.
     restore_random_state(read_header(path))
-    if random in reader.read_metadata().state_dict_metadata:
+    if random in reader.metadata.state_dict_metadata:
         state[random] = torch.get_rng_state()
-    _read(path, state, no_dist=False)
+    _read(reader, state, no_dist=False)
     if random in state:
         torch.set_rng_state(state[random])
 
 
-def load_into(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills plain tensors, whole, by their names: one process goes on from several.
+class WholeTensors:
+    """The tensors of a checkpoint, each whole: one process goes on from several.
+
+    Args:
+        path: A checkpoint's folder.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or lacks one of them.
+        CheckpointError: A file is missing or damaged.
     """
-    _read(path, dict(tensors), no_dist=True)
+
+    def __init__(self, path: Path) -> None:
+        check_files(path)
+        self._path = path
+        self._reader = CheckpointReader(path)
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fills a tensor.
+
+        Raises:
+            CheckpointError: The checkpoint does not hold it.
+        """
+        if name not in self._reader.metadata.state_dict_metadata:
+            raise CheckpointError(f"{self._path}: holds no {name}; the checkpoint is damaged")
+        _read(self._reader, {name: into}, no_dist=True)
 
 
 def check_files(path: Path, rank: int = 0, size: int = 1) -> None:
@@ -185,6 +203,9 @@ def _check(path: Path, identity: Identity, ranks: Ranks) -> None:
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Every tensor of a run by its name in a checkpoint; they alias, nothing is copied."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # an evaluation leaves the root gathered
+            module.reshard()
     found: dict[str, Tensor] = {}
     for fqn, parameter in model.named_parameters():
         found[f"param.{fqn}"] = parameter.detach()
@@ -211,14 +232,14 @@ def _write(partial: Path, state: dict[str, Any]) -> None:
         raise _cause(error) from error
 
 
-def _read(path: Path, state: dict[str, Any], no_dist: bool) -> None:
+def _read(reader: CheckpointReader, state: dict[str, Any], no_dist: bool) -> None:
     try:
-        dcp.load(state, storage_reader=CheckpointReader(path), no_dist=no_dist)
+        dcp.load(state, storage_reader=reader, no_dist=no_dist)
     except CheckpointException as error:
         cause = _cause(error)
         if isinstance(cause, CheckpointError):
             raise cause from error
-        raise CheckpointError(f"{path}: cannot be read: {cause}") from error
+        raise CheckpointError(f"{reader.path}: cannot be read: {cause}") from error
 
 
 def _cause(error: CheckpointException) -> BaseException:

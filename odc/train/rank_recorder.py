@@ -147,12 +147,14 @@ def rank_facts(
     config: Config, shards: ShardedRuntime, identity: Identity, ranks: Ranks
 ) -> dict[str, Any]:
     """Returns what the trace's manifest says about the run."""
+    model = model_facts(shards.model, identity)
+    root = {type(shards.model).__name__: model["class"].rpartition(".")[2]}
     return common_facts(config, identity) | {
         "model": {
-            **model_facts(shards.model, identity),
+            **model,
             "num_sets": 0,
             "num_parameters": sum(p.numel() for group in shards.groups for p in group.sharded),
-            "groups": [group.name for group in shards.groups],
+            "groups": [root.get(group.name, group.name) for group in shards.groups],
         },
         "memory": {"policy": POLICY},
         "process_groups": {"0": list(range(ranks.size))},

@@ -40,8 +40,14 @@ class RankTrainer(Trainer):
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         self.ranks = current()
-        check_ranks(config)
         super().__init__(config, *args, **options)
+
+    def _begin(self, resume: bool, start_from: Path | None) -> Path | None:
+        def begin() -> Path | None:
+            check_ranks(self.config)
+            return super(RankTrainer, self)._begin(resume, start_from)
+
+        return self.ranks.together(begin)[self.ranks.rank]
 
     def _build(self, source: Path | None, task: Pretrain | None) -> None:
         if self.config.train.threads is None:

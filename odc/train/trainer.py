@@ -117,10 +117,7 @@ class Trainer:
     ) -> None:
         self.config = config.freeze()
         self.run_dir = run_dir
-        source = _source(run_dir, resume, start_from)
-        self.first_step = 0 if source is None else checkpoint.read_step(source)
-        if self.first_step >= config.train.steps:
-            raise ConfigError(self._nothing_left(source, resume))
+        source = self._begin(resume, start_from)
         self._threads = torch.get_num_threads(), sys.getswitchinterval()
         prepare_process(config)
         self.model: Transformer
@@ -129,6 +126,14 @@ class Trainer:
         self.schedule = make_schedule(
             self.optimizer, config.optimizer, config.train.steps, self.first_step
         )
+
+    def _begin(self, resume: bool, start_from: Path | None) -> Path | None:
+        """Finds the checkpoint to begin with, and the first step; refuses what cannot go on."""
+        source = _source(self.run_dir, resume, start_from)
+        self.first_step = 0 if source is None else checkpoint.read_step(source)
+        if self.first_step >= self.config.train.steps:
+            raise ConfigError(self._nothing_left(source, resume))
+        return source
 
     def _build(self, source: Path | None, task: Pretrain | None) -> None:
         """Makes task, model and optimizer, and fills them from a checkpoint."""
@@ -205,7 +210,7 @@ class Trainer:
             )
         return (
             f"{self.run_dir.path}: finished at step {done}; to go on raise train.steps: "
-            f"{resume_command(self.run_dir.path)} train.steps={2 * done}"
+            f"{resume_command(self.run_dir.path, current().size)} train.steps={2 * done}"
         )
 
     # The loop.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 # The server has torch loaded, and each rank is a fork of it: milliseconds in place of seconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.fsdp.comm_ranks", "torch.distributed"])
+_CONTEXT.set_forkserver_preload(["tests.fsdp.comm_ranks", "odc.train.rank_trainer"])
 
 
 def _rank(function: Any, rank: int, size: int, store: str, args: tuple, pipe: Connection) -> None:
