@@ -275,37 +275,45 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
 def _make_runtime(root: nn.Module, state: FullyShardState) -> ShardedRuntime:
     """Joins all states below the root: one runtime, one order of gathers."""
     runtime = ShardedRuntime(root, state.pool)
-    seen: set[int] = set()
+    joined: set[int] = set()
     for fqn, module in root.named_modules():
         found = state_of(module)
         if found is None:
             continue
         if found.runtime is not None and found.runtime is not runtime:
-            if found.runtime.called:
-                raise RuntimeError(
-                    f"{fqn} was called before {type(root).__name__}, which holds it, and became a "
-                    "root of its own; call the outermost module first"
-                )
-            runtime.take_over(found.runtime)
-            if found.auto_reshard and found.group is not None:  # it is no root after all
-                found.group.behaviour.reshard_after_forward = True
+            _give_over(found, fqn, runtime)
         found.runtime = runtime
         for hooks in found.hooks:
             if hooks.unit.module is module:
                 hooks.runtime = runtime
                 hooks.unit.fqn = fqn
                 runtime.units.append(hooks)
-        group = found.group
-        if id(found) in seen or group is None:
-            continue
-        seen.add(id(found))
-        group.name = fqn or type(root).__name__
-        runtime.join(group)
+        if found.group is not None and id(found) not in joined:
+            joined.add(id(found))
+            found.group.name = fqn or type(root).__name__
+            runtime.join(found.group)
     if state.auto_reshard and state.group is not None:
         state.group.behaviour.reshard_after_forward = False
     for group in runtime.groups:
         group.adopt()
     return runtime
+
+
+def _give_over(found: FullyShardState, fqn: str, runtime: ShardedRuntime) -> None:
+    """A module that was unsharded by hand before the root's first forward is no root after all.
+
+    Raises:
+        RuntimeError: it was called by itself.
+    """
+    assert found.runtime is not None
+    if found.runtime.called:
+        raise RuntimeError(
+            f"{fqn} was called before {type(runtime.model).__name__}, which holds it, and became a "
+            "root of its own; call the outermost module first"
+        )
+    runtime.take_over(found.runtime)
+    if found.auto_reshard and found.group is not None:
+        found.group.behaviour.reshard_after_forward = True
 
 
 def FullyShardedDataParallel(
