@@ -281,7 +281,7 @@ def _make_runtime(root: nn.Module, state: FullyShardState) -> ShardedRuntime:
         if found is None:
             continue
         if found.runtime is not None and found.runtime is not runtime:
-            _give_over(found, fqn, runtime)
+            _take_over(runtime, found, fqn)
         found.runtime = runtime
         for hooks in found.hooks:
             if hooks.unit.module is module:
@@ -306,6 +306,19 @@ def _give_over(found: FullyShardState, fqn: str, runtime: ShardedRuntime) -> Non
         RuntimeError: it was called by itself.
     """
     assert found.runtime is not None
+    if found.runtime.called:
+        raise RuntimeError(
+            f"{fqn} was called before {type(runtime.model).__name__}, which holds it, and became a "
+            "root of its own; call the outermost module first"
+        )
+    runtime.take_over(found.runtime)
+    if found.auto_reshard and found.group is not None:
+        found.group.behaviour.reshard_after_forward = True
+
+
+def _take_over(runtime: ShardedRuntime, found: FullyShardState, fqn: str) -> None:
+    """A module that was unsharded before the first forward is no root after all."""
+    assert found.runtime is not None, "nothing to take over"
     if found.runtime.called:
         raise RuntimeError(
             f"{fqn} was called before {type(runtime.model).__name__}, which holds it, and became a "
