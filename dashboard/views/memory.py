@@ -224,13 +224,18 @@ def process_page(run: RunData, theme: Theme) -> PageContent | None:
     window = int(run.mem["step"].min()), int(run.mem["step"].max())
     fig = figure(theme, height=320)
     peaks = {}
-    for tier in np.unique(run.mem["tier"]).tolist():
-        rows = run.mem["tier"] == tier
-        name = f"process, {units.code(Tier, tier)}"
+    accounts = {
+        *zip(run.mem["tier"].tolist(), run.mem["account"].tolist(), strict=True),
+    }
+    for tier, account in sorted(accounts):
+        rows = (run.mem["tier"] == tier) & (run.mem["account"] == account)
+        name = f"{units.code(Account, account)}, {units.code(Tier, tier)}"
         peaks[name] = int(run.mem["peak"][rows].max())
+        # What is gathered is given up by the end of a step: its peak tells.
+        shown = "peak" if account == Account.GATHERED else "allocated"
         fig.add_scatter(
             x=run.mem["step"][rows],
-            y=run.mem["allocated"][rows] / _MIB,
+            y=run.mem[shown][rows] / _MIB,
             name=name,
             mode="lines+markers",
             line=theme.line("compute" if tier == Tier.DEVICE else "moment"),
@@ -247,8 +252,8 @@ def process_page(run: RunData, theme: Theme) -> PageContent | None:
             *trace_notices(run),
             Notice(
                 "info",
-                "No pages were recorded: this program keeps "
-                "no accounts of its own, so the whole process is shown.",
+                "No pages were recorded: this program keeps no accounts of pages, so the whole "
+                "process is shown.",
             ),
         ),
         panels=(Panel("process", "Memory of the process", fig, highest),),

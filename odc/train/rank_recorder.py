@@ -13,12 +13,13 @@ from typing import Any
 
 from odc.fsdp.comm import GroupComm
 from odc.fsdp.sharded_runtime import ShardedRuntime
-from odc.memory.events import Account, Tier
+from odc.memory.events import Tier
 from odc.train.checkpoint import Identity
 from odc.train.config import Config
 from odc.train.ranks import Ranks
 from odc.train.recorder import StepRecorder, common_facts, model_facts
-from profiler.schema import CommOp
+from profiler.capture import sample_memory
+from profiler.schema import Account, CommOp
 from profiler.writer import TraceWriter
 
 POLICY = "sharded"
@@ -95,13 +96,18 @@ class RankRecorder(StepRecorder):
         return Moved(now.wait_ns - before.wait_ns, now.sent_bytes - before.sent_bytes)
 
     def write_memory(self) -> None:
-        """Writes what is gathered, and its peak since the last call."""
+        """Writes what is gathered and what the process takes, and peaks since the last call."""
         pool = self._shards.pool
         if self._memory and self._traced:
             self._sink.mem(
                 time.monotonic_ns(), self._step, Tier.DEVICE, Account.GATHERED, pool.taken_bytes,
                 pool.peak_bytes,
             )  # fmt: skip
+            for found in sample_memory():
+                self._sink.mem(
+                    time.monotonic_ns(), self._step, found.tier, Account.PROCESS, found.allocated,
+                    found.peak,
+                )  # fmt: skip
         pool.peak_bytes = pool.taken_bytes
 
     def end(self) -> None:
