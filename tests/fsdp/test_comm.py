@@ -9,14 +9,15 @@ from tests.fsdp import comm_ranks
 from tests.fsdp.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
+WORLDS = [2, pytest.param(3, marks=pytest.mark.slow)]  # more ranks: more of the same
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [*WORLDS, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_gather_fills_the_other_slices(size):
     run_ranks(comm_ranks.gather_values, size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [*WORLDS, pytest.param(4, marks=pytest.mark.slow)])
 def test_reduce_scatter_sums_in_rank_order_and_divides_once(size):
     run_ranks(comm_ranks.scatter_values, size)
 
@@ -25,12 +26,12 @@ def test_slices_of_many_chunks_are_summed_and_divided_alike():
     run_ranks(comm_ranks.large_values, 3)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", WORLDS)
 def test_low_precision_is_summed_in_another_dtype(size):
     run_ranks(comm_ranks.wider_sums, size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", WORLDS)
 def test_all_reduce_and_broadcast_give_every_rank_the_same(size):
     run_ranks(comm_ranks.reduced_and_broadcast, size)
 
@@ -40,7 +41,7 @@ def test_results_do_not_depend_on_who_is_late_nor_on_the_run():
     assert first == second
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", WORLDS)
 def test_payload_is_exact_and_counted(size):
     run_ranks(comm_ranks.payload, size)
 
@@ -93,8 +94,22 @@ def test_the_thread_ends_with_its_comm():
     run_ranks(comm_ranks.threads_end, 2)
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
-@pytest.mark.parametrize("how", ["before", "middle"])
+@pytest.mark.parametrize(
+    ("op", "how"),
+    [
+        ("all_gather", "middle"),
+        ("reduce_scatter", "before"),
+        *(
+            pytest.param(op, how, marks=pytest.mark.slow)
+            for op, how in [
+                ("all_gather", "before"),
+                ("reduce_scatter", "middle"),
+                ("all_reduce", "before"),
+                ("all_reduce", "middle"),
+            ]
+        ),
+    ],
+)
 def test_a_killed_peer_is_named_well_before_the_time_out(op, how):
     answers = run_ranks(comm_ranks.lost_peer, 3, op, how, 50.0, killed=[2])
     for message, peer, seconds in answers[:2]:
@@ -116,7 +131,7 @@ def test_ranks_that_disagree_about_a_size_say_so():
     assert any("called other collectives or sizes" in message for message in messages)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", WORLDS)
 def test_the_native_calls_fill_the_same_places(size):
     run_ranks(comm_ranks.native_calls, size)
 

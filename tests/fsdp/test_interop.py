@@ -49,7 +49,9 @@ def outcomes(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        pytest.param(size, name, marks=[] if size == 2 else [pytest.mark.slow])
+        pytest.param(
+            size, name, marks=[pytest.mark.slow] if size != 2 or entry.transformers else []
+        )
         for size in SIZES
         for name, entry in CLAIMS.items()
         if size in entry.sizes

@@ -38,7 +38,9 @@ def train(rank: int, size: int, store: str, pipe) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_gone_or_stands_still_is_named_by_the_others(tmp_path, how):
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

@@ -85,6 +85,7 @@ def test_a_resumed_run_is_bit_equal_at_the_same_number_of_ranks(runs, read_metri
     assert len(data[0]) == 2 and data[0] == data[1]
 
 
+@pytest.mark.slow
 def test_three_ranks_and_one_go_on_from_two(runs, keys, read_metrics, tmp_path):
     for name in ("three", "one"):
         shutil.copytree(runs[0] / "moe", tmp_path / name)
