@@ -163,7 +163,7 @@ def _looks_cut(data: pa.Buffer) -> bool:
     if not any(head):
         return True
     if len(head) < 8:
-        return bool(_CONTINUATION.startswith(head))
+        return bool(_CONTINUATION.startswith(head[:4]))
     return bool(head.startswith(_CONTINUATION)) and _announced(head) > 0
 
 

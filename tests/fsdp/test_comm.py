@@ -97,12 +97,12 @@ def test_the_thread_ends_with_its_comm():
 @pytest.mark.parametrize(
     ("op", "how"),
     [
-        ("all_gather", "middle"),
+        ("all_gather", "before"),
         ("reduce_scatter", "before"),
         *(
             pytest.param(op, how, marks=pytest.mark.slow)
             for op, how in [
-                ("all_gather", "before"),
+                ("all_gather", "middle"),
                 ("reduce_scatter", "middle"),
                 ("all_reduce", "before"),
                 ("all_reduce", "middle"),

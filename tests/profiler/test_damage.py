@@ -72,6 +72,12 @@ def test_a_cut_file_gives_exactly_its_whole_batches(
         assert any("need-000001" in problem for problem in reader.problems)
 
 
+@pytest.mark.parametrize("cut", range(13))
+def test_a_file_cut_in_its_first_bytes_is_empty(need_file: Path, read_needs, cut: int) -> None:
+    run = damaged(need_file, need_file.read_bytes()[:cut], side=False)
+    assert not len(read_needs(run))
+
+
 @settings(max_examples=30, deadline=None, suppress_health_check=FIXTURES)
 @given(where=st.floats(0.3, 1), zeros=st.integers(1, 5000), side=st.booleans())
 def test_a_tail_of_zeros_is_a_cut(
