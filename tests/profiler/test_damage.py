@@ -137,7 +137,8 @@ def test_a_cut_after_the_file_was_closed_is_damage(
     run = damaged(need_file, left, side=True, closed=True)
     with pytest.raises(TraceError, match="need-000001.arrows"):
         read_needs(run)
-    assert len(read_needs(run, strict=False)) < 70
+    only_padding = zeros and not any(data[cut : batch_ends(need_file)[-1]])
+    assert len(read_needs(run, strict=False)) < 70 + only_padding
 
 
 def test_a_lost_event_file_is_named(need_file: Path, trace: Path, read_needs) -> None:
