@@ -49,9 +49,7 @@ def outcomes(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        pytest.param(
-            size, name, marks=[pytest.mark.slow] if size != 2 or entry.transformers else []
-        )
+        pytest.param(size, name, marks=pytest.mark.slow)  # files and models of some size
         for size in SIZES
         for name, entry in CLAIMS.items()
         if size in entry.sizes
