@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,24 +24,10 @@ import odc
 from odc.fsdp import fsdp_module
 from odc.fsdp.fully_shard import UnshardHandle
 from tests.fsdp.fully_shard_claims import Net, batch, loss_of, sharded, train_ranks
-from tests.fsdp.ragged_world import World
-
-
-@dataclass(frozen=True)
-class Entry:
-    check: Callable[[World], None]
-    sizes: tuple[int, ...]
-
+from tests.fsdp.ragged_world import Entry, World, registry
 
 CLAIMS: dict[str, Entry] = {}
-
-
-def claim(*sizes: int) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
-    def add(check: Callable[[World], None]) -> Callable[[World], None]:
-        CLAIMS[check.__name__] = Entry(check, sizes)
-        return check
-
-    return add
+claim = registry(CLAIMS)
 
 
 def net(world: World, apply: Any = None, **chosen: Any) -> Any:

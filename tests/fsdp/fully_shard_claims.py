@@ -6,8 +6,6 @@ The reference is one process that sees the data of all ranks, or torch's own FSD
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,24 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import odc
 from odc.fsdp.ragged import RaggedTensor
 from odc.memory.frames import FRAME_BYTES
-from tests.fsdp.ragged_world import World
-
-
-@dataclass(frozen=True)
-class Entry:
-    check: Callable[[World], None]
-    sizes: tuple[int, ...]
-
+from tests.fsdp.ragged_world import Entry, World, registry
 
 CLAIMS: dict[str, Entry] = {}
-
-
-def claim(*sizes: int) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
-    def add(check: Callable[[World], None]) -> Callable[[World], None]:
-        CLAIMS[check.__name__] = Entry(check, sizes)
-        return check
-
-    return add
+claim = registry(CLAIMS)
 
 
 # -- models --------------------------------------------------------------------------------------

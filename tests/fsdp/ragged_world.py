@@ -113,6 +113,27 @@ def assert_close(mine: Tensor, plain: Tensor, tolerance: float = 1e-6) -> None:
 Claim = Callable[[World], None]
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A claim and the numbers of ranks it is made about."""
+
+    check: Claim
+    sizes: tuple[int, ...]
+
+
+def registry(claims: dict[str, Entry]) -> Callable[..., Callable[[Claim], Claim]]:
+    """The decorator `@claim(*sizes)` that adds a function to `claims`."""
+
+    def claim(*sizes: int) -> Callable[[Claim], Claim]:
+        def add(check: Claim) -> Claim:
+            claims[check.__name__] = Entry(check, sizes)
+            return check
+
+        return add
+
+    return claim
+
+
 def _rank(rank: int, size: int, names: list[str], shared: str, out: str, claims: str) -> None:
     checks = importlib.import_module(claims).CLAIMS
     torch.set_num_threads(1)
