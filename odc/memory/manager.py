@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable
 
-import numpy as np
 
 from odc.errors import BudgetError, OdcError
 from odc.memory.engines.threads import ThreadEngine
@@ -22,22 +21,21 @@ from odc.memory.home import DiskHome, Home, HostHome
 from odc.memory.ledger import Ledger
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageTable
-from odc.memory.plan import Limits, Prefetcher, TapePrefetcher
+from odc.memory.orders import OrderLibrary
+from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
 from odc.memory.scores import PopularityScorer
-from odc.memory.stations import OrderLibrary, Stations
+from odc.memory.stations import Stations
 from odc.memory.transfers import Transfers
 from odc.memory.victims import CostAware, EvictionPolicy
 from odc.sizes import exact_size, format_bytes, parse_size
 
-PrefetchFactory = Callable[[OrderLibrary, np.ndarray, Limits], Prefetcher | None]
+PrefetchFactory = Callable[[OrderLibrary, Limits], Prefetcher | None]
 Buffers = dict[tuple[int, int], "ctypes.Array[ctypes.c_uint8]"]
 
 
-def popularity(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
+def popularity(library: OrderLibrary, limits: Limits) -> Prefetcher:
     """The default prefetcher: the tape, and decayed popularity for what it cannot know."""
-    sets = library.stations.sets
-    scorer = PopularityScorer([len(s) for s in sets] or [1])
-    return TapePrefetcher(library, weight, scorer, limits=limits)
+    return OrderPrefetcher(library, PopularityScorer(library.stations.members), limits)
 
 
 class MemoryManager(Pager):
@@ -158,8 +156,7 @@ class MemoryManager(Pager):
             self._refuse(frames, least, owner)
         # Before anything that has to be given back: a prefetcher may refuse this model.
         library = OrderLibrary(Stations(table, sets))
-        weight = np.ones(len(table.pages))
-        prefetcher = None if self.unlimited else self._prefetch(library, weight, self._limits)
+        prefetcher = None if self.unlimited else self._prefetch(library, self._limits)
         if self._home_kind == "disk":
             self.home = DiskHome(
                 table.home_bytes + table.gradient_bytes,

@@ -16,16 +16,17 @@ import numpy as np
 from odc.errors import BudgetError
 from odc.memory.events import Account, Act, Kind, Op, Phase, Sink, Tier
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.issue import Victims, choose_loads, choose_write_backs, wanted_pages
+from odc.memory.issue import Room, choose_load, choose_write_backs, take_victims
+from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState, PageTable
-from odc.memory.plan import Plan, Prefetcher
-from odc.memory.stations import OrderLibrary, Visit
+from odc.memory.plan import Prefetcher
+from odc.memory.stations import Visit
 from odc.memory.transfers import Transfers
-from odc.memory.victims import EvictionPolicy, Lru
+from odc.memory.victims import EvictionPolicy, Lru, VictimQueue
 
 Need = tuple[Kind, Op]
 
-_REST = 3  # accesses to let pass after one for which there was nothing to load or write
+_SET_MARGIN = 1.05  # guesses that are equal would swap for ever
 
 
 @dataclass(slots=True)
@@ -93,12 +94,17 @@ class Pager:
         self._seq = 0
         self._time = 0  # virtual time: accesses
         self._visit: Visit | None = None
-        self._visit_start = 0
         self._remaining: list[int] = []
-        self._plan: Plan | None = None
         self._engine = transfers.engine
-        largest = max((p.num_bytes for p in table.pages), default=0)
-        self._flight_bytes = max(self.tuning.flight_bytes, 2 * largest)
+        self._planned = prefetcher is not None and self.eviction.planned
+        self._scores = np.zeros(len(table.pages))
+        if prefetcher is not None and self._planned:
+            self._scores = prefetcher.until
+        self._queue = VictimQueue(table, self._scores)
+        self._version = -1
+        self._margin = _SET_MARGIN if library.stations.sets else 1.0
+        self._largest = max((p.num_bytes for p in table.pages), default=0)
+        self._flight_bytes = max(self.tuning.flight_bytes, 2 * self._largest)
         self._mark = self._engine.now_ns()
 
     # -- what hooks call -------------------------------------------------------------------------
@@ -109,6 +115,10 @@ class Pager:
         self.tokens = tokens
         self._visit = None
         self._remaining = []
+        order = self.library.order
+        if order is not None:  # deep enough for the longest time without a hook
+            gap = int(order.longest_ns * self.transfers.bytes_per_ns) + self._largest
+            self._flight_bytes = max(self.tuning.flight_bytes, 2 * self._largest, gap)
 
     def open_set(
         self, set_index: int, members: Sequence[int], phase: Phase, resident_first: bool = True
@@ -120,7 +130,7 @@ class Pager:
         """
         station = self.stations.of_group[self.stations.sets[set_index][members[0]]]
         self._account()
-        visit = self._begin_visit(station, phase)
+        visit = self._start_visit(station, phase)
         assert visit.used is not None
         groups = self.stations.sets[set_index]
         order = list(members)
@@ -131,9 +141,8 @@ class Pager:
         self._remaining = list(order)
         self.library.forward_done(set_index, visit.used, visit.order)
         if self.prefetcher is not None:
-            self.prefetcher.observe(visit, self.tokens)
-            self.transfers.poll()
-            self._make_plan()
+            self.prefetcher.advance(visit, self.tokens, self._remaining)
+            self._poll()
             self._think()
         self._mark = self._engine.now_ns()
         return order
@@ -182,9 +191,18 @@ class Pager:
             table.pins[page] -= 1
             assert table.pins[page] >= 0, f"page {page} released more often than accessed"
             if table.pins[page] == 0 and table.state[page] == PageState.RESIDENT:
-                table.evictable[page] = True
-                if self._plan is not None:
-                    self._plan.keep[page] = self._plan.keep_next[page]
+                table.is_evictable[page] = 1
+                self._rank(page)
+
+    def _rank(self, page: int) -> None:
+        """A page's use ended: when is it used next, and when does it go?"""
+        if self.prefetcher is not None:
+            self.prefetcher.until[page] = self.prefetcher.next_use(page)
+        if self._planned:
+            self._queue.push(page, float(self._scores[page]))
+        else:
+            score = self._scores[page] = self.eviction.score(page, self._time)
+            self._queue.push(page, score)
 
     def drop(self, group: int, kind: Kind) -> None:
         """Unpin pages whose content is dead; a compact group's shared page lives on."""
@@ -264,33 +282,31 @@ class Pager:
             self._visit.dur_ns += compute_ns
         return compute_ns
 
-    def _begin_visit(self, station: int, phase: Phase) -> Visit:
+    def _start_visit(self, station: int, phase: Phase) -> Visit:
         self._visit = self.library.visit(station, phase)
-        self._visit_start = self._time + 1
         self._seq += 1
-        if self._plan is not None:
-            self._plan.visits += 1
-        self._stale = self.prefetcher.advance(self._visit) if self.prefetcher is not None else False
         return self._visit
-
-    _stale = False
-    _considered: Plan | None = None  # the plan that was last acted upon
-    _rest = 0  # accesses for which there is nothing to do
 
     def _enter(self, group: int, phase: Phase) -> Visit:
         station = self.stations.of_group[group]
         visit = self._visit
         if visit is None or visit.station != station or visit.phase != phase:
-            visit = self._begin_visit(station, phase)
-            self._remaining = []
-            set_index = self.stations.stations[station].set_index
-            if set_index >= 0 and self.library.tape[set_index] is not None:
-                tape = self.library.tape_order[set_index]
-                if phase == Phase.BACKWARD:
-                    self._remaining = tape[::-1]
-                elif phase == Phase.RECOMPUTE:
-                    self._remaining = list(tape)
+            visit = self._start_visit(station, phase)
+            self._remaining = self._taped(station, phase)
+            if self.prefetcher is not None:
+                self.prefetcher.advance(visit, self.tokens, self._remaining)
         return visit
+
+    def _taped(self, station: int, phase: Phase) -> list[int]:
+        """Members of a set that a visit without ``open_set`` will use, in order."""
+        set_index = self.stations.stations[station].set_index
+        if set_index >= 0 and self.library.tape[set_index] is not None:
+            tape = self.library.tape_order[set_index]
+            if phase == Phase.BACKWARD:
+                return tape[::-1]
+            if phase == Phase.RECOMPUTE:
+                return list(tape)
+        return []
 
     def _distance(self, group: int) -> int:
         """0 if a group's parameters are resident, 1 on their way, 2 at home."""
@@ -324,8 +340,7 @@ class Pager:
                 op = Op.WRITE
             for page in ids:
                 table.pins[page] += 1
-                table.evictable[page] = False
-                table.last_use[page] = self._time
+                table.is_evictable[page] = 0
                 pages.append((page, op))
         return pages
 
@@ -348,14 +363,32 @@ class Pager:
     # -- making pages resident -------------------------------------------------------------------
 
     def _make_resident(self, pages: list[tuple[int, Op]]) -> None:
-        self.transfers.poll()
+        self._poll()
         waiting = self._demand(pages)
         if self.prefetcher is not None:
-            if self._plan is None or self._stale:
-                self._make_plan()
             self._think()
+        else:
+            self.table.left.clear()
         for page in waiting:
             self._settle(page)
+
+    def _poll(self) -> None:
+        """Take note of what the engine has done, and of what the plan has changed."""
+        transfers = self.transfers
+        transfers.poll()
+        if transfers.arrived:
+            for page in transfers.arrived:
+                self.eviction.arrived(page, self._time)
+                if self.table.is_evictable[page]:
+                    if not self._planned:
+                        self._scores[page] = self.eviction.score(page, self._time)
+                    self._queue.push(page, float(self._scores[page]))
+            transfers.arrived.clear()
+        prefetcher = self.prefetcher
+        if prefetcher is not None and prefetcher.version != self._version:
+            self._version = prefetcher.version
+            if self._planned:
+                self._queue.invalidate()
 
     def _demand(self, pages: list[tuple[int, Op]]) -> list[int]:
         """Submit what is missing; returns the pages to wait for."""
@@ -379,19 +412,22 @@ class Pager:
     def _make_room(self, frames: int) -> None:
         transfers = self.transfers
         while transfers.available < frames:
-            victims = Victims(self._ordered_victims(1.0), self.table)
-            chosen = victims.take(frames - transfers.available, np.inf, None)
+            chosen = take_victims(self.table, self._queue, frames - transfers.available)
             if chosen is not None:
-                for page in chosen:
-                    transfers.evict(page)
+                self._evict(chosen)
                 return
-            for page in victims.rest():
-                transfers.evict(page)
+            self._evict(list(self._queue.first()))
             if transfers.available >= frames or transfers.cancel_one_prefetch():
                 continue
             on_the_way = any(not self.table.pins[page] for page in transfers.loading)
             if not (on_the_way and transfers.wait_any()):
                 raise BudgetError(self._no_room(frames))
+            self._poll()
+
+    def _evict(self, pages: list[int]) -> None:
+        for page in pages:
+            self.eviction.evicted(page)
+            self.transfers.evict(page)
 
     def _no_room(self, frames: int) -> str:
         table = self.table
@@ -425,77 +461,42 @@ class Pager:
 
     # -- thinking ahead --------------------------------------------------------------------------
 
-    def _make_plan(self) -> None:
-        assert self.prefetcher is not None
-        self._plan = self.prefetcher.plan(self._visit, self._remaining)
-        self._stale = False
-
-    def _ordered_victims(self, write_back_weight: float) -> np.ndarray:
-        table = self.table
-        keep = self._plan.keep if self._plan is not None else None
-        candidates = np.flatnonzero(table.evictable)
-        return self.eviction.order(candidates, table.last_use, keep, table.dirty, write_back_weight)
-
     def _think(self) -> None:
         """Load ahead and write back early, as far as the plan and the lines allow."""
-        plan, transfers, tuning = self._plan, self.transfers, self.tuning
-        if plan is None:
-            return
-        room = self._flight_bytes - transfers.in_flight_bytes
-        stores = tuning.early_stores - len(transfers.storing)
-        if not self._worth_thinking(plan, room, stores):
-            return
-        moved = transfers.bytes_in + transfers.bytes_out
-        self._act(plan, room, stores)
-        self._rest = 0 if transfers.bytes_in + transfers.bytes_out != moved else _REST
-
-    def _worth_thinking(self, plan: Plan, room: int, stores: int) -> bool:
-        """Whether enough has changed: a new plan, or lines that are about to run dry."""
-        if plan is not self._considered:
-            self._considered = plan
-            return True
-        if self._rest > 0:
-            self._rest -= 1
-            return False
-        early = self.tuning.early_write_back and stores == self.tuning.early_stores
-        return 2 * room >= self._flight_bytes or early
-
-    def _act(self, plan: Plan, room: int, stores: int) -> None:
+        assert self.prefetcher is not None
         transfers, tuning = self.transfers, self.tuning
-        wanted = wanted_pages(self.table, plan, self._visit_start)
-        if not len(wanted):
-            return
-        ordered = self._ordered_victims(
-            min(transfers.out_flight_bytes / tuning.lookahead_bytes, 1.0)
-        )
-        taken = 0
-        if room > 0:
-            taken = self._load_ahead(plan, wanted, Victims(ordered, self.table), room)
-        if tuning.early_write_back and stores > 0:
-            self._clean(ordered, wanted[taken:], stores)
+        room_bytes = self._flight_bytes - transfers.in_flight_bytes
+        stores = tuning.early_stores - len(transfers.storing)
+        loads = self._load_ahead(room_bytes) if room_bytes > 0 else True
+        if tuning.early_write_back and stores > 0 and loads:
+            self._clean(stores)
 
-    def _load_ahead(self, plan: Plan, wanted: np.ndarray, victims: Victims, room: int) -> int:
-        transfers = self.transfers
+    def _load_ahead(self, room_bytes: int) -> bool:
+        """Loads what the plan wants; returns whether it wants more than there is room for."""
+        transfers, prefetcher, table = self.transfers, self.prefetcher, self.table
+        assert prefetcher is not None
         items = None
         if self.tuning.max_items is not None:
             items = self.tuning.max_items - transfers.num_resident - len(transfers.loading)
-        loads = choose_loads(
-            self.table, wanted, plan.keep, victims, transfers.available, room, items
-        )
-        for load in loads:
-            for victim in load.victims:
-                transfers.evict(victim)
-            transfers.load(load.page, -1)
-        return len(loads)
+        room = Room(transfers.available, room_bytes, items)
+        now = self.library.now_ns
+        for page in prefetcher.wanted():
+            victims = choose_load(
+                table, page, self._queue, prefetcher.until, now, room, self._margin
+            )
+            if victims is None:
+                return True
+            self._evict(victims)
+            transfers.load(page, -1)
+        return False
 
-    def _clean(self, ordered: np.ndarray, wanted: np.ndarray, stores: int) -> None:
+    def _clean(self, stores: int) -> None:
         """Write back early what will have to go for the loads ahead."""
         transfers = self.transfers
-        lookahead = self.tuning.lookahead_bytes // FRAME_BYTES
-        frames = min(int(self.table.num_frames[wanted].sum()), lookahead) - transfers.available
-        if frames <= 0:
-            return
-        ordered = ordered[self.table.evictable[ordered]]  # without what was just evicted
-        chosen = choose_write_backs(self.table, ordered, set(transfers.storing), frames)
-        for page in chosen[:stores]:
-            transfers.store(page, early=True)
+        frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
+        if frames > 0:
+            chosen = choose_write_backs(
+                self.table, self._queue.first(), transfers.storing, frames, stores
+            )
+            for page in chosen:
+                transfers.store(page, early=True)

@@ -4,8 +4,9 @@ A *range* is one (group, kind, slot): a group's parameters, its gradient, or one
 It is cut into pages of at most ``page_size``, each a run of whole frames. A group whose whole
 state fits one frame is *compact*: its kinds share one page. A group of a few KiB is *pinned*.
 
-Scalars that a hook reads live in lists, what a plan needs for all pages at once in numpy arrays
-(``absent``: neither resident nor on its way; ``evictable``: resident and not pinned).
+Flags that hooks read one at a time live in bytearrays (``is_absent``: neither resident nor on its
+way; ``is_evictable``: resident and not pinned; ``is_dirty``); ``evictable`` and the others are the
+same bytes as numpy arrays, for whoever looks at all pages at once.
 The table is bookkeeping on integers: it moves nothing.
 """
 
@@ -91,7 +92,11 @@ class PageTable:
     _by_kind: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     state: list[PageState] = field(default_factory=list)
     pins: list[int] = field(default_factory=list)
-    last_use: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    frames: list[int] = field(default_factory=list)
+    is_evictable: bytearray = field(default_factory=bytearray)
+    is_absent: bytearray = field(default_factory=bytearray)
+    is_dirty: bytearray = field(default_factory=bytearray)
+    left: list[int] = field(default_factory=list)  # pages whose way out began; a plan clears it
     num_frames: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     evictable: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     absent: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
@@ -193,18 +198,23 @@ class PageTable:
         ]
         self.state = [PageState.HOME] * n
         self.pins = [0] * n
-        self.last_use = np.zeros(n, np.int64)
-        self.num_frames = np.array([p.num_frames for p in self.pages], np.int32)
-        self.evictable = np.zeros(n, bool)
-        self.absent = np.ones(n, bool)
-        self.dirty = np.zeros(n, bool)
+        self.frames = [p.num_frames for p in self.pages]
+        self.num_frames = np.array(self.frames, np.int32)
+        self.is_evictable, self.is_dirty = bytearray(n), bytearray(n)
+        self.is_absent = bytearray(b"\1" * n)
+        self.evictable = np.frombuffer(self.is_evictable, bool)
+        self.absent = np.frombuffer(self.is_absent, bool)
+        self.dirty = np.frombuffer(self.is_dirty, bool)
         self.resident = np.zeros(n, bool)
 
     def set_state(self, page: int, state: PageState) -> None:
         """Note where a page is; the arrays follow."""
         self.state[page] = state
-        self.absent[page] = state in (PageState.HOME, PageState.EVICTING)
+        leaves = state == PageState.EVICTING
+        self.is_absent[page] = leaves or state == PageState.HOME
         self.resident[page] = state == PageState.RESIDENT
+        if leaves:
+            self.left.append(page)
 
     def of(self, group: int, kind: int) -> tuple[int, ...]:
         """Page ids of a group's kind, all parts and moments."""

@@ -1,128 +1,70 @@
-"""The plan: what will be needed, how soon, how surely; and so what is worth keeping.
+"""The plan: when each page is used next, and which pages to load ahead.
 
-A source says how likely each visit ahead needs each of its pages. From that follow, for every page,
+For every page the plan holds the time of its next use on the clock of ``orders.py`` (compute along
+the expected order). With certain uses, evicting the page with the farthest one is Belady's order.
+A use that is only likely stands for
 
-    keep value = sum over its uses ahead of P(this is the next use) / time until it,
+    next use = now + 1 / sum over uses ahead of P(this is the next use) / time until it,
 
-the expected rate at which evicting it would cost a load (times the cost of a load per byte, where
-pages differ). With certain uses this is Belady's order (farthest next use goes first), with
-nothing known but frequencies it is GDSF's frequency x cost / size. The same number admits
-prefetches: a page is loaded ahead only over victims that are worth less, so what is needed
-sooner is never evicted for what is needed later (rule 2 of Cao, Felten, Karlin and Li, 1995).
+the harmonic mean of the times it may have, so that what is likely soon is kept before what is
+certain late; with nothing known but frequencies this is GDSF's frequency x cost / size. A page is
+loaded ahead only over victims that are needed later than it is (Cao, Felten, Karlin and Li, 1995).
 
-Plans are made when something was learned (a pass began, its backward began, a set's members became
-known, the order was lost) and stay valid in between: on the recorded order a used page passes from
-``keep`` to ``keep_next``, its value once its next use is past.
+All is incremental. A page's time is worked out when its use ends and holds until the order is
+left; only then, and when a pass comes that was not expected, are all pages looked at. The cursor
+of the wish list moves on over pages that are there, and goes back for one that left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from odc.memory.events import Kind, Phase
+from odc.memory.events import FORWARD_PHASES, Kind, Phase
+from odc.memory.orders import Entry, OrderLibrary, RecordedOrder
 from odc.memory.scores import SetScorer
-from odc.memory.stations import OrderLibrary, Stations, Upcoming, Visit
+from odc.memory.stations import Visit
 
-# A use is never nearer than this: keeps 1 / eta finite and the nearest uses comparable.
-_SOONEST_NS = 1000.0
-_PARAMETER = 1 << Kind.PARAMETER
-_ALL_KINDS = sum(1 << kind for kind in (Kind.PARAMETER, Kind.MOMENT))
-
-
-@dataclass(slots=True)
-class Plan:
-    """What a source says.
-
-    Attributes:
-        keep: (num_pages,) keep values, 1/ns.
-        keep_next: (num_pages,) the same once a page's next use is past.
-        wish: pages to have, by expected time of use.
-        wish_visit: for each of them, the number of visits ahead at which it is used.
-        visits: visits begun since the plan was made.
-        cursor: entries of ``wish`` below this belong to visits that are past.
-    """
-
-    keep: np.ndarray
-    keep_next: np.ndarray
-    wish: np.ndarray
-    wish_visit: np.ndarray
-    visits: int = 0
-    cursor: int = 0
+UNKNOWN_NS = 1e17  # nothing is known of the page's next use; less for what was used later
+_UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
+_SOONEST_NS = 1000.0  # a use is never nearer: keeps 1 / time finite
+_CERTAIN = 0.95  # entries that are skipped less often count as certain
+_THRESHOLD = 0.35  # least probability at which a page is worth loading ahead
+_KNOWN_CHAINS = 64  # chains of passes whose first uses are kept
+_SETS_AHEAD = 4  # sets whose new scores are taken in at once; the others when they come near
+_FORWARD = frozenset(int(p) for p in FORWARD_PHASES)
 
 
 class Prefetcher(Protocol):
-    """Where knowledge of the future comes from. Whatever it says, nothing but time can be lost."""
+    """Where knowledge of the future comes from. Whatever it says, nothing but time can be lost.
 
-    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
-        """Plan from the current visit on. ``remaining``: members of its set still to run."""
+    Attributes:
+        until: (num_pages,) float64, when each page is used next; only order counts.
+        version: changes when many of them did.
+    """
 
-    def observe(self, visit: Visit, tokens: int) -> None:
-        """The members of a set that a forward visit needs became known."""
+    until: np.ndarray
+    version: int
 
-    def advance(self, visit: Visit) -> bool:
-        """A visit began; returns whether the plan must be made anew."""
+    def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
+        """A visit began. ``remaining``: members of its set that will run, in order.
+
+        The members that a set's forward visit needs are known when this is called, if they are
+        known before they run: ``visit.order`` is empty else.
+        """
+
+    def next_use(self, page: int) -> float:
+        """When a page whose use just ended is used again."""
+
+    def wanted(self) -> Iterator[int]:
+        """Absent pages to load ahead, soonest first."""
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
         """The runtime knows more than the past: P(group is used at its next forward visit)."""
-
-
-class _Builder:
-    """Adds up keep values and the wish list over uses ahead, in order of time."""
-
-    def __init__(self, num_pages: int, threshold: float) -> None:
-        self.keep = np.zeros(num_pages)
-        self.keep_next = np.zeros(num_pages)
-        self._alive = np.ones(num_pages)  # P(no use so far)
-        self._alive_next = np.full(num_pages, -1.0)  # the same after the first use; -1 before it
-        self._threshold = threshold
-        self._wish: list[np.ndarray] = []
-        self._wish_visit: list[int] = []
-
-    def use(
-        self,
-        pages: np.ndarray,
-        eta_ns: float | np.ndarray,
-        prob: np.ndarray | None,
-        visit: int,
-    ) -> None:
-        """Pages are used in ``eta_ns`` with probability ``prob`` (None: surely)."""
-        rate = 1.0 / np.maximum(eta_ns, _SOONEST_NS)
-        alive, again = self._alive[pages], self._alive_next[pages]
-        first = again < 0.0
-        if prob is None:
-            self.keep[pages] += alive * rate
-            self._alive[pages] = 0.0
-            self.keep_next[pages] += np.maximum(again, 0.0) * rate
-            self._alive_next[pages] = first
-            self._wish.append(pages)
-        else:
-            now = alive * prob
-            self.keep[pages] += now * rate
-            self._alive[pages] = alive - now
-            later = np.maximum(again, 0.0) * prob
-            self.keep_next[pages] += later * rate
-            self._alive_next[pages] = np.where(first, 1.0, again - later)
-            pages = pages[prob >= self._threshold]
-            self._wish.append(pages)
-        self._wish_visit += [visit] * len(pages)
-
-    def append(self, tail: _Builder, visits: int) -> None:
-        """Uses of a pass that begins in ``visits`` visits come after all that was added."""
-        unused = self._alive_next < 0.0
-        again = np.where(unused, 1.0, self._alive_next)
-        self.keep += self._alive * tail.keep
-        self.keep_next += again * np.where(unused, tail.keep_next, tail.keep)
-        self._wish += tail._wish
-        self._wish_visit += [visit + visits for visit in tail._wish_visit]
-
-    def finish(self, weight: np.ndarray) -> Plan:
-        wish = np.concatenate(self._wish) if self._wish else np.zeros(0, np.int64)
-        ahead = np.array(self._wish_visit, np.int64)
-        return Plan(self.keep * weight, self.keep_next * weight, wish, ahead)
 
 
 @dataclass(slots=True)
@@ -134,238 +76,456 @@ class Limits:
 
 
 class OrderPrefetcher:
-    """Plans along the recorded order; subclasses say how likely members of sets are.
+    """Walks the recorded order ahead; a scorer says how likely members of sets are.
+
+    Backward and optimizer mirror this forward exactly; only forward sets are the scorer's guess.
 
     Args:
         library: recorded orders and the tape.
-        weight: (num_pages,) cost of a load per byte, relative.
-        threshold: least probability at which a page is worth loading ahead.
+        scorer: of the members of sets.
         limits: how far ahead pages may be loaded.
+        threshold: least probability at which a page is worth loading ahead.
     """
 
     def __init__(
         self,
         library: OrderLibrary,
-        weight: np.ndarray,
-        threshold: float = 0.35,
+        scorer: SetScorer,
         limits: Limits | None = None,
+        threshold: float = _THRESHOLD,
     ) -> None:
         self.library = library
-        self.stations: Stations = library.stations
-        self.weight = weight
-        self.threshold = threshold
-        self.limits = limits or Limits()
-        self._last_phase = -1
-        self._tail: _Builder | None = None  # the pass after this one, as of the last phase
-
-    def observe(self, visit: Visit, tokens: int) -> None:
-        """Nothing is learned from a set's members but the order itself."""
-
-    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
-        """A recorded order takes no hints."""
-
-    def advance(self, visit: Visit) -> bool:
-        changed = visit.phase != self._last_phase or len(self.library.live) == 1
-        self._last_phase = visit.phase
-        if changed:
-            self._tail = None
-        is_set = self.stations.stations[visit.station].set_index >= 0
-        return changed or (is_set and visit.phase in (Phase.FORWARD, Phase.EVALUATION))
-
-    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
-        if self.library.ctx not in self.library.orders:
-            return None
-        builder = _Builder(len(self.weight), self.threshold)
-        if current is not None:
-            self._use_current(builder, current, remaining)
-        ahead = 0
-        for ahead, upcoming in enumerate(self.library.rest(), start=1):
-            self._use(builder, upcoming, ahead)
-        builder.append(self._following(), ahead)
-        plan = builder.finish(self.weight)
-        self._limit(plan)
-        return plan
-
-    def _following(self) -> _Builder:
-        """The pass after this one. It is far: its plan is made once a phase and used again."""
-        if self._tail is None:
-            self._tail = _Builder(len(self.weight), self.threshold)
-            for ahead, upcoming in enumerate(self.library.following(), start=1):
-                self._use(self._tail, upcoming, ahead)
-        return self._tail
-
-    def _use_current(self, builder: _Builder, current: Visit, remaining: list[int]) -> None:
-        """What this visit still needs: a group's other kinds; of a set, what runs and what will."""
-        recorded = self._recorded(current)
-        kinds = recorded.kinds if recorded is not None else _PARAMETER
-        pages, members = self.stations.pages(current.station, kinds)
-        if current.used is None:
-            builder.use(pages, 0.0, None, 0)
-            return
-        count = max(
-            recorded.used.sum() if recorded is not None and recorded.used is not None else 0, 1
-        )
-        each = (recorded.dur_ns if recorded is not None else 0.0) / count
-        running = [m for m in current.order[-1:] if m not in remaining]
-        order = [*running, *remaining]
-        position = np.full(len(current.used), -1)
-        position[order] = np.arange(len(order))
-        place = position[members]
-        by_order = np.argsort(place, kind="stable")[np.count_nonzero(place < 0) :]
-        builder.use(pages[by_order], place[by_order] * each, None, 0)
-
-    def _recorded(self, visit: Visit) -> Visit | None:
-        order = self.library.orders.get(self.library.ctx, [])
-        position = self.library.position
-        if 0 <= position < len(order) and order[position].key == visit.key:
-            return order[position]
-        return None
-
-    def _use(self, builder: _Builder, upcoming: Upcoming, ahead: int) -> None:
-        visit = upcoming.visit
-        kinds = self._kinds(upcoming)
-        if not kinds:
-            return
-        pages, members = self.stations.pages(visit.station, kinds)
-        chances = self._members(upcoming)
-        if chances is None:
-            builder.use(pages, upcoming.eta_ns, None, ahead)
-            return
-        order = self._order(upcoming)
-        if order:
-            position = np.full(len(chances), len(order))
-            position[order] = np.arange(len(order))
-            by_order = np.argsort(position[members], kind="stable")
-            pages, members = pages[by_order], members[by_order]
-        builder.use(pages, upcoming.eta_ns, chances[members], ahead)
-
-    def _limit(self, plan: Plan) -> None:
-        allowed = np.ones(len(plan.wish), bool)
-        if self.limits.page_prefetch is not None:
-            allowed &= plan.wish_visit <= self.limits.page_prefetch
-        if self.limits.prefetch_window is not None:
-            order = self.library.orders[self.library.ctx]
-            left = len(order) - 1 - self.library.position
-            allowed &= plan.wish_visit <= left + len(order) * (self.limits.prefetch_window - 1)
-        plan.wish, plan.wish_visit = plan.wish[allowed], plan.wish_visit[allowed]
-
-    def _kinds(self, upcoming: Upcoming) -> int:
-        return upcoming.visit.kinds
-
-    def _order(self, upcoming: Upcoming) -> list[int]:
-        return upcoming.visit.order
-
-    def _members(self, upcoming: Upcoming) -> np.ndarray | None:
-        """(num_members,) probability of each member, or None for a single group."""
-        used = upcoming.visit.used
-        return None if used is None else used.astype(np.float64)
-
-
-class ReplayPrefetcher(OrderPrefetcher):
-    """The last pass again, members and all."""
-
-
-class TapePrefetcher(OrderPrefetcher):
-    """Backward and optimizer mirror this forward exactly; forward sets are a scorer's guess."""
-
-    def __init__(
-        self,
-        library: OrderLibrary,
-        weight: np.ndarray,
-        scorer: SetScorer,
-        threshold: float = 0.35,
-        limits: Limits | None = None,
-    ) -> None:
-        super().__init__(library, weight, threshold, limits)
+        self.stations = library.stations
+        self.table = library.stations.table
         self.scorer = scorer
+        self.limits = limits or Limits()
+        self.threshold = threshold
+        count = len(self.table.pages)
+        self.until = np.full(count, UNKNOWN_NS)
+        self.version = 0
+        self._later = np.full(count, UNKNOWN_NS)  # of pages of sets: after the visit that runs
+        self._in_set = bytearray(count)
+        self._station: list[int] = [-1] * count  # of pages of sets
+        for groups in self.stations.sets:
+            for group in groups:
+                for kind in Kind:
+                    for page in self.table.of(group, kind):
+                        self._in_set[page] = 1
+                        self._station[page] = self.stations.of_group[group]
         self._hints: dict[int, dict[int, float]] = {}  # set -> member -> score
+        self._uses = 0
+        self._pass = -1
+        self._phase = -1
+        self._position = -1
+        self._chain: tuple[int, ...] = ()
+        self._orders: list[RecordedOrder] = []  # this pass's and those expected after it
+        self._offsets: list[int] = []  # serial number of the first entry of each
+        self._starts: list[float] = []  # clock at the beginning of each
+        self._after: list[float] = []  # by page: first use in later passes, from the end of this
+        self._after_of: dict[tuple[tuple[int, int], ...], list[float]] = {}
+        self._cursor = 0  # serial number of the entry that is looked at next
+        self._again: list[int] = []  # serial numbers of sets to look at again
+        self._remaining: Sequence[int] = ()
 
-    def observe(self, visit: Visit, tokens: int) -> None:
-        assert visit.used is not None
+    # -- what the pager tells --------------------------------------------------------------------
+
+    def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
+        library = self.library
+        begins = library.passes != self._pass
+        if begins:
+            self._begin_pass()
+        self._remaining = remaining
         set_index = self.stations.stations[visit.station].set_index
-        self._hints.pop(set_index, None)
-        self.scorer.observe(set_index, visit.used, tokens)
+        if set_index >= 0 and visit.phase in _FORWARD and visit.order:
+            assert visit.used is not None
+            self._hints.pop(set_index, None)
+            self.scorer.observe(set_index, visit.used, tokens)
+        if library.order is None:
+            return
+        self._follow()
+        if self.stations.sets and (begins or visit.phase != self._phase):
+            self._rekey_sets(range(len(self.stations.sets)))
+            self._cursor = max(library.position, 0)
+        elif set_index >= 0:
+            self._rekey_sets([set_index, *self._sets_ahead()])
+        self._phase = visit.phase
+
+    def _follow(self) -> None:
+        """The place in the order has moved."""
+        position, skipped = self.library.position, self.library.skipped
+        if position < self._position:
+            self._cursor = 0
+            self._rekey_all()
+        elif skipped:
+            order = self.library.order
+            assert order is not None
+            for place in skipped:  # its pages are used later than was thought
+                for page in order.uses[place]:
+                    self.until[page] = self.next_use(page)
+            self.version += 1
+        self._position = position
+        self._cursor = max(self._cursor, position)
+
+    def next_use(self, page: int) -> float:
+        library = self.library
+        order = library.order
+        if order is None:
+            self._uses += 1
+            return UNKNOWN_NS - _UNKNOWN_STEP * self._uses
+        if self._in_set[page]:
+            return float(self._later[page])
+        uses = order.at[page]
+        after = library.end_ns + self._after[page]
+        if not uses:
+            return after
+        for at in range(bisect_right(uses, library.position), len(uses)):
+            place = uses[at]
+            if not library.expects(order, place):
+                continue
+            time = library.base_ns + order.start_ns[place]
+            chance = order.entries[place].chance
+            if chance >= _CERTAIN or order.mirror[place] >= 0:
+                return time
+            return _mean_time(library.now_ns, chance, time, after)
+        return after
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
         """Hold the scores of set members until their set is visited; other groups are certain."""
+        changed = set()
         for group, score in zip(groups, scores, strict=True):
             set_index = self.stations.stations[self.stations.of_group[group]].set_index
             if set_index >= 0:
                 member = self.stations.member_of[group]
                 self._hints.setdefault(set_index, {})[member] = min(max(float(score), 0.0), 1.0)
+                changed.add(set_index)
+        if self.library.order is not None and self._orders:
+            self._rekey_sets(sorted(changed))
 
-    def _taped(self, upcoming: Upcoming) -> np.ndarray | None:
-        """The members that are known, or None."""
-        set_index = self.stations.stations[upcoming.visit.station].set_index
-        if upcoming.cycle or self.library.is_forward(upcoming.visit.phase):
+    # -- passes ----------------------------------------------------------------------------------
+
+    def _begin_pass(self) -> None:
+        library = self.library
+        self._pass, self._phase, self._position = library.passes, -1, -1
+        passed = len(self._orders[0].entries) if self._orders else 0
+        before, self._chain = self._chain, library.chain
+        self._orders, self._offsets, self._starts = [], [0], []
+        if library.order is None:
+            return
+        start = library.base_ns
+        for ctx in (library.ctx, *library.chain):
+            order = library.orders.get(ctx)
+            if order is None:
+                break
+            self._orders.append(order)
+            self._offsets.append(self._offsets[-1] + len(order.entries))
+            self._starts.append(start)
+            start += order.total_ns
+        follows = library.as_expected and bool(passed) and before[1:] == self._chain[:-1]
+        self._after = self._first_uses()
+        if not follows:
+            self._cursor = 0
+            self._rekey_all()
+            return
+        self._cursor = max(self._cursor - passed, 0)
+        self._again = [s - passed for s in self._again if s >= passed]
+        self._find_far()
+
+    def _find_far(self) -> None:
+        """One more pass is in sight: pages that had no use so far may have one in it."""
+        far = np.flatnonzero(self.until >= UNKNOWN_NS / 8)
+        for page in far.tolist():
+            if not self._in_set[page]:
+                self.until[page] = self.next_use(page)
+                self.version += 1
+
+    def _first_uses(self) -> list[float]:
+        """By page: time from the end of this pass to the first use in those expected after it."""
+        orders = self._orders[1:]
+        key = tuple((id(order), order.compiled) for order in orders)
+        known = self._after_of.get(key)
+        if known is not None:
+            return known
+        first = [UNKNOWN_NS / 2] * len(self.table.pages)
+        start = sum(order.total_ns for order in orders)
+        for order in reversed(orders):
+            start -= order.total_ns
+            self._note_uses(first, order, range(len(order.entries)), start, 0.0)
+        if len(self._after_of) >= _KNOWN_CHAINS:
+            self._after_of.clear()
+        self._after_of[key] = first
+        return first
+
+    def _note_uses(
+        self,
+        times: list[float],
+        order: RecordedOrder,
+        places: Sequence[int],
+        start: float,
+        now: float,
+    ) -> None:
+        """Write the first uses in an order that starts at ``start`` over later times of use."""
+        for place in reversed(places):
+            time = start + order.start_ns[place]
+            chance = order.entries[place].chance
+            certain = chance >= _CERTAIN or order.mirror[place] >= 0
+            for page in order.uses[place]:
+                times[page] = time if certain else _mean_time(now, chance, time, times[page])
+
+    def _rekey_all(self) -> None:
+        """The times of all pages anew: the pass that runs is not the one that was expected."""
+        library = self.library
+        order = library.order
+        assert order is not None
+        times = (np.array(self._after) + library.end_ns).tolist()
+        ahead = [
+            place
+            for place in range(library.position + 1, len(order.entries))
+            if library.expects(order, place)
+        ]
+        self._note_uses(times, order, ahead, library.base_ns, library.now_ns)
+        if library.position >= 0:
+            for page in order.uses[library.position]:
+                times[page] = library.now_ns
+        outside = np.frombuffer(self._in_set, bool) == 0
+        self.until[outside] = np.array(times)[outside]
+        self.version += 1
+
+    # -- sets ------------------------------------------------------------------------------------
+
+    def _sets_ahead(self) -> list[int]:
+        """The sets whose visits come next; their scores have just changed."""
+        order = self.library.order
+        assert order is not None
+        found: list[int] = []
+        places = order.of_station
+        position = self.library.position
+        for station, at in places.items():
+            index = bisect_right(at, position)
+            if index < len(at):
+                found.append((at[index] << 32) | station)
+        found = sorted(found)[:_SETS_AHEAD]
+        offset = self._offsets[0]
+        self._again = sorted({*self._again, *(offset + (f >> 32) for f in found)})
+        return [self.stations.stations[f & 0xFFFFFFFF].set_index for f in found]
+
+    def _rekey_sets(self, sets: Sequence[int]) -> None:
+        for set_index in sets:
+            self._rekey_set(set_index)
+        self.version += 1
+
+    def _rekey_set(self, set_index: int) -> None:
+        """Times of next use of a set's pages: after the visit that runs, and now."""
+        library = self.library
+        station = self.stations.of_group[self.stations.sets[set_index][0]]
+        now = library.now_ns
+        scores = self.chances(set_index)
+        count = len(scores)
+        keep = np.zeros((len(Kind), count))
+        alive = np.ones((len(Kind), count))
+        seen = 0
+        for time, entry, probability, is_guess in self._visits_of(station, set_index, scores):
+            rate = 1.0 / max(time - now, _SOONEST_NS)
+            for kind in Kind:
+                if not entry.kinds >> kind & 1:
+                    continue
+                if is_guess and kind == Kind.PARAMETER and entry.phase not in _FORWARD:
+                    continue  # its forward's guess already counts
+                used = alive[kind] * probability
+                keep[kind] += used * rate
+                alive[kind] -= used
+                seen |= 1 << kind
+        self._store_times(station, set_index, keep, seen, now)
+
+    def _store_times(
+        self, station: int, set_index: int, keep: np.ndarray, seen: int, now: float
+    ) -> None:
+        pages, _ = self.stations.pages(station, 7)
+        self._later[pages] = UNKNOWN_NS / 2
+        with np.errstate(divide="ignore"):
+            times = now + np.minimum(1.0 / keep, UNKNOWN_NS / 4)
+        for kind in Kind:
+            if not seen >> kind & 1:
+                continue
+            own, members = self.stations.pages(station, 1 << kind)
+            self._later[own] = np.minimum(self._later[own], times[kind][members])
+        self._adjust_times(set_index, station, now)
+        self.until[pages] = self._later[pages]
+        visit = self.library.live[-1] if self.library.live else None
+        if visit is not None and visit.station == station:
+            for place, member in enumerate(self._remaining):
+                own_pages = self.stations.member_pages(station, visit.kinds | 1, member)
+                for page in own_pages:
+                    self.until[page] = now + place
+
+    def _adjust_times(self, set_index: int, station: int, now: float) -> None:
+        """For those who know more than the scores of the next visit."""
+
+    def _visits_of(
+        self, station: int, set_index: int, scores: np.ndarray
+    ) -> Iterator[tuple[float, Entry, np.ndarray, bool]]:
+        """Visits of a set ahead: time, entry, P(member is used), and whether that is a guess."""
+        for cycle, order in enumerate(self._orders):
+            start = self._starts[cycle]
+            places = order.of_station.get(station, ())
+            first = bisect_right(places, self.library.position) if cycle == 0 else 0
+            for place in places[first:]:
+                entry = order.entries[place]
+                known = self._known(entry, set_index, cycle)
+                yield (
+                    start + order.start_ns[place],
+                    entry,
+                    scores if known is None else known.astype(np.float64),
+                    known is None,
+                )
+
+    def _known(self, entry: Entry, set_index: int, cycle: int) -> np.ndarray | None:
+        """The members that an entry is known to use, or None."""
+        if cycle or entry.phase in _FORWARD:
             return None
-        if upcoming.visit.phase == Phase.OPTIMIZER:
+        if entry.phase == Phase.OPTIMIZER:
             return self.library.touched[set_index]
         return self.library.tape[set_index]
 
-    def _kinds(self, upcoming: Upcoming) -> int:
-        visit = upcoming.visit
-        if visit.used is None or self.library.is_forward(visit.phase):
-            return visit.kinds
-        if self._taped(upcoming) is not None:
-            return visit.kinds
-        return visit.kinds & ~_PARAMETER  # its forward's guess already counts for the parameters
-
-    def _order(self, upcoming: Upcoming) -> list[int]:
-        set_index = self.stations.stations[upcoming.visit.station].set_index
-        if self._taped(upcoming) is None:
-            return []
-        return self.library.tape_order[set_index][::-1]
-
-    def _members(self, upcoming: Upcoming) -> np.ndarray | None:
-        visit = upcoming.visit
-        if visit.used is None:
-            return None
-        taped = self._taped(upcoming)
-        if taped is not None:
-            return taped.astype(np.float64)
-        set_index = self.stations.stations[visit.station].set_index
-        scores = np.array(self.scorer.scores()[set_index, : len(visit.used)], np.float64)
+    def chances(self, set_index: int) -> np.ndarray:
+        """(num_members,) P(used at the next forward visit), float64."""
+        count = len(self.stations.sets[set_index])
+        scores = np.array(self.scorer.scores()[set_index, :count], np.float64)
         for member, score in self._hints.get(set_index, {}).items():
             scores[member] = score
         return scores
+
+    # -- the wish list ---------------------------------------------------------------------------
+
+    def wanted(self) -> Iterator[int]:
+        if not self._orders:
+            return
+        absent = self.table.is_absent
+        self._go_back()
+        last = self._last_serial()
+        while self._again:
+            serial = self._again[0]
+            if serial >= self._cursor or serial > last:
+                self._again.clear()
+                break
+            if serial >= self.library.position:
+                for page in self._pages_at(serial):
+                    if absent[page]:
+                        yield page
+            self._again.pop(0)
+        while self._cursor <= last:
+            for page in self._pages_at(self._cursor):
+                if absent[page]:
+                    yield page
+            self._cursor += 1
+
+    def _go_back(self) -> None:
+        """Pages that left since the last look: the cursor returns to the use of the soonest."""
+        for page in self.table.left:
+            self._cursor = min(self._cursor, self._next_serial(page))
+        self.table.left.clear()
+        self._cursor = max(self._cursor, self.library.position)
+
+    def _next_serial(self, page: int) -> int:
+        """The entry ahead that uses a page; where nothing is known of one, the end."""
+        for cycle, order in enumerate(self._orders):
+            places: Sequence[int] = order.at[page]
+            if self._in_set[page]:
+                places = order.of_station.get(self._station[page], ())
+            first = bisect_right(places, self.library.position) if cycle == 0 else 0
+            for place in places[first:]:
+                if cycle or self.library.expects(order, place):
+                    return self._offsets[cycle] + place
+        return self._offsets[-1]
+
+    def _last_serial(self) -> int:
+        """The last entry that limits let pages be loaded for."""
+        last = self._offsets[-1] - 1
+        if self.limits.page_prefetch is not None:
+            last = min(last, self.library.position + self.limits.page_prefetch)
+        if self.limits.prefetch_window is not None:
+            passes = min(self.limits.prefetch_window, len(self._orders))
+            last = min(last, self._offsets[passes] - 1)
+        return last
+
+    def _pages_at(self, serial: int) -> Sequence[int]:
+        """Pages that an entry needs, likely ones only, in the order of their use."""
+        cycle = 0
+        while self._offsets[cycle + 1] <= serial:
+            cycle += 1
+        order = self._orders[cycle]
+        place = serial - self._offsets[cycle]
+        entry = order.entries[place]
+        set_index = self.stations.stations[entry.station].set_index
+        if set_index >= 0:
+            return self._set_pages(entry, set_index, serial, cycle)
+        if cycle == 0:
+            if place > self.library.position and not self.library.expects(order, place):
+                return ()
+            if order.mirror[place] >= 0 and order.mirror[place] <= self.library.position:
+                return order.uses[place]
+        return order.uses[place] if entry.chance >= self.threshold else ()
+
+    def _set_pages(self, entry: Entry, set_index: int, serial: int, cycle: int) -> list[int]:
+        members: Sequence[int]
+        if serial == self.library.position:
+            members = self._remaining
+        else:
+            known = self._known(entry, set_index, cycle)
+            if known is not None:
+                ran = self.library.tape_order[set_index][::-1]
+                members = [m for m in ran if known[m]]
+                members += [m for m in np.flatnonzero(known).tolist() if m not in set(ran)]
+            else:
+                scores = self.chances(set_index)
+                likely = np.flatnonzero(scores >= self.threshold)
+                members = likely[np.argsort(-scores[likely], kind="stable")].tolist()
+        member_pages = self.stations.member_pages
+        return [p for m in members for p in member_pages(entry.station, entry.kinds, m)]
+
+
+def _mean_time(now: float, chance: float, time: float, otherwise: float) -> float:
+    """The time of a use that comes with a chance at ``time``, else at ``otherwise``."""
+    soon = chance / max(time - now, _SOONEST_NS)
+    return now + 1.0 / (soon + (1.0 - chance) / max(otherwise - now, _SOONEST_NS))
 
 
 class NextKPrefetcher:
     """The next ``k`` pages in address order after the page last used; knows no order."""
 
-    def __init__(self, stations: Stations, k: int = 4) -> None:
-        self.table = stations.table
-        self.stations = stations
+    def __init__(self, library: OrderLibrary, k: int = 4) -> None:
+        self.stations = library.stations
+        self.table = self.stations.table
         self.k = k
+        self.until = np.full(len(self.table.pages), UNKNOWN_NS)
+        self.version = 0
         parameters = [p.page for p in self.table.pages if p.kind == Kind.PARAMETER]
         self._parameters = np.array(parameters, np.int64)
+        self._uses = 0
+        self._wish: list[int] = []
 
-    def observe(self, visit: Visit, tokens: int) -> None:
-        """Nothing is learned."""
+    def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
+        for page in self._wish:
+            self.until[page] = UNKNOWN_NS
+        station = self.stations.stations[visit.station]
+        members = visit.order or [0]
+        last = max(self.table.of(station.groups[members[-1]], Kind.PARAMETER))
+        at = int(np.searchsorted(self._parameters, last)) + 1
+        self._wish = self._parameters[at : at + self.k].tolist()
+        self.until[self._wish] = 0.0
+        self.version += 1
+
+    def next_use(self, page: int) -> float:
+        self._uses += 1
+        return UNKNOWN_NS - _UNKNOWN_STEP * self._uses
+
+    def wanted(self) -> Iterator[int]:
+        self.table.left.clear()
+        for page in self._wish:
+            if self.table.is_absent[page]:
+                yield page
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
         """Takes no hints."""
-
-    def advance(self, visit: Visit) -> bool:
-        return True
-
-    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
-        if current is None:
-            return None
-        station = self.stations.stations[current.station]
-        members = current.order or [0]
-        group = station.groups[members[-1]]
-        return self.after(group)
-
-    def after(self, group: int) -> Plan:
-        """The plan after a use of ``group``."""
-        last = max(self.table.of(group, Kind.PARAMETER))
-        at = int(np.searchsorted(self._parameters, last)) + 1
-        wish = self._parameters[at : at + self.k]
-        keep = np.zeros(len(self.table.pages))
-        keep[wish] = 1.0
-        return Plan(keep, keep, wish, np.ones(len(wish), np.int64))
 
 
 class FutureScorer:
@@ -409,36 +569,26 @@ class FutureScorer:
             row[: future.shape[1]] = future[seen]
 
 
-class OraclePrefetcher(TapePrefetcher):
+class OraclePrefetcher(OrderPrefetcher):
     """Knows the members of every set's visits to come. For measuring only.
 
     Args:
-        library, weight, limits: as for the tape.
+        library, limits: as for ``OrderPrefetcher``.
         scorer: the recorded future.
     """
 
     def __init__(
-        self,
-        library: OrderLibrary,
-        weight: np.ndarray,
-        scorer: FutureScorer,
-        limits: Limits | None = None,
+        self, library: OrderLibrary, scorer: FutureScorer, limits: Limits | None = None
     ) -> None:
-        super().__init__(library, weight, scorer, limits=limits)
+        super().__init__(library, scorer, limits)
         self.future = scorer
 
-    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
-        """The tape's plan; pages without a use in it are worth their next use in later passes."""
-        plan = super().plan(current, remaining)
-        if plan is None:
-            return None
-        pass_ns = sum(v.dur_ns for v in self.library.orders[self.library.ctx]) + _SOONEST_NS
-        for set_index, groups in enumerate(self.stations.sets):
-            station = self.stations.of_group[groups[0]]
-            pages, members = self.stations.pages(station, _ALL_KINDS)
-            later = self.weight[pages] / (
-                self.future.passes_until_use(set_index)[members] * pass_ns
-            )
-            for keep in (plan.keep, plan.keep_next):
-                keep[pages] = np.maximum(keep[pages], later)
-        return plan
+    def _adjust_times(self, set_index: int, station: int, now: float) -> None:
+        """Pages without a use in this pass and the next are worth their use in later ones."""
+        order = self.library.order
+        assert order is not None
+        pass_ns = order.total_ns + _SOONEST_NS
+        pages, members = self.stations.pages(station, 7)
+        passes = self.future.passes_until_use(set_index)[members]
+        later = now + np.minimum(passes * pass_ns, UNKNOWN_NS / 4)
+        self._later[pages] = np.minimum(self._later[pages], later)

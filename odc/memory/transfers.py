@@ -75,6 +75,8 @@ class Transfers:
         self.in_flight_bytes = 0
         self.out_flight_bytes = 0
         self.prefetched: set[int] = set()
+        self.arrived: list[int] = []  # pages that became evictable; the pager clears it
+        self.bytes_per_ns = 0.0  # of the way in, as measured
         self.num_resident = 0
         self._demanded: dict[int, int] = {}  # page -> seq of the need that a load serves
         self._coming: deque[tuple[Ticket, int]] = deque()
@@ -169,10 +171,16 @@ class Transfers:
         del self._booked[page]
         table = self.table
         table.set_state(page, PageState.RESIDENT)
-        table.evictable[page] = table.pins[page] == 0
+        table.is_evictable[page] = table.pins[page] == 0
+        self.arrived.append(page)
         self.num_resident += 1
         if ticket.kind == CommandKind.LOAD:
             num_bytes = table.pages[page].num_bytes
+            if ticket.dur_ns > 0:
+                rate = num_bytes / ticket.dur_ns
+                self.bytes_per_ns += (0.1 if self.bytes_per_ns else 1.0) * (
+                    rate - self.bytes_per_ns
+                )
             self.in_flight_bytes -= num_bytes
             seq = self._demanded.pop(page, -1)
             act = Act.PREFETCH if page in self.prefetched else Act.LOAD
@@ -230,7 +238,7 @@ class Transfers:
                 after = (storing.ticket, self.store(page, early=False))
             else:
                 after = (storing.ticket,)
-        elif table.dirty[page]:
+        elif table.is_dirty[page]:
             after = (self.store(page, early=False),)
         self._release(page, after)
         self._record(None, -1, page, Act.EVICT, Tier.DEVICE, self.home_tier, 0)
@@ -240,7 +248,7 @@ class Transfers:
         after: tuple[Ticket, ...] = ()
         if page in self.storing and not self._take_back(page):
             after = (self.storing[page].ticket,)
-        self.table.dirty[page] = False
+        self.table.is_dirty[page] = False
         self._generation[page] += 1
         self._release(page, after)
         self._record(None, -1, page, Act.DROP, Tier.DEVICE, Tier.DEVICE, 0)
@@ -248,7 +256,7 @@ class Transfers:
     def _release(self, page: int, after: tuple[Ticket, ...]) -> None:
         table = self.table
         table.set_state(page, PageState.EVICTING)
-        table.evictable[page] = False
+        table.is_evictable[page] = False
         self.num_resident -= 1
         ticket = self.engine.submit(CommandKind.RELEASE, table.pages[page], after)
         frames = int(table.num_frames[page])
@@ -263,7 +271,7 @@ class Transfers:
     def dirtied(self, page: int) -> None:
         """The content of a resident page is about to change."""
         self._generation[page] += 1
-        self.table.dirty[page] = True
+        self.table.is_dirty[page] = True
         if page in self.storing:
             self._take_back(page)
 
@@ -346,14 +354,15 @@ class Transfers:
             self._coming.remove(entry)
             self._coming_frames -= entry[1]
         self.table.set_state(page, PageState.RESIDENT)
-        self.table.evictable[page] = self.table.pins[page] == 0
+        self.table.is_evictable[page] = self.table.pins[page] == 0
+        self.arrived.append(page)
         self.num_resident += 1
 
     def _stored(self, page: int, storing: _Storing) -> None:
         num_bytes = self.table.pages[page].num_bytes
         self.out_flight_bytes -= num_bytes
         if storing.generation == self._generation[page]:
-            self.table.dirty[page] = False
+            self.table.is_dirty[page] = False
         act = Act.EARLY_WRITE_BACK if storing.early else Act.WRITE_BACK
         self._record(storing.ticket, -1, page, act, Tier.DEVICE, self.home_tier, num_bytes)
 
@@ -373,7 +382,7 @@ class Transfers:
             assert (state == PageState.LOADING) == (page in self.loading), f"{page=} {state=}"
             assert state != PageState.EVICTING or page in self._evicting, f"{page=} {state=}"
             evictable = state == PageState.RESIDENT and not table.pins[page]
-            assert table.evictable[page] == evictable, f"{page=} {state=} {table.pins[page]=}"
+            assert table.is_evictable[page] == evictable, f"{page=} {state=} {table.pins[page]=}"
         assert set(self._booked) == set(self.loading)
         assert self.prefetched <= set(self.loading)
         assert self.num_resident == int(table.resident.sum())

@@ -20,15 +20,15 @@ from odc.fsdp.optimizer import PagedAdamW
 from odc.fsdp.paged import paged
 from odc.fsdp.ragged import RaggedTensor, distribute_ragged
 from odc.memory.manager import MemoryManager, PrefetchFactory
+from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageTable
 from odc.memory.plan import (
     Limits,
     NextKPrefetcher,
+    OrderPrefetcher,
     Prefetcher,
-    ReplayPrefetcher,
-    TapePrefetcher,
 )
-from odc.memory.stations import OrderLibrary
+from odc.memory.scores import ReplayScorer
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
 from odc.train.config import Config
 from odc.train.config_schema import MemoryConfig
@@ -225,7 +225,7 @@ def predictor_factory(path: str | Path | None, kind: str | None = None) -> Prefe
     """
     assert path is not None, "the configuration refuses a predictor without a path"
 
-    def make(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
+    def make(library: OrderLibrary, limits: Limits) -> Prefetcher:
         from predictor import Structure, load_predictor
 
         table = library.stations.table
@@ -244,22 +244,22 @@ def predictor_factory(path: str | Path | None, kind: str | None = None) -> Prefe
                 f"memory.predictor: got {kind!r}, but {path} holds a predictor of kind "
                 f"{loaded.kind!r}; name that kind or another folder"
             )
-        return TapePrefetcher(library, weight, loaded.scorer(), limits=limits)
+        return OrderPrefetcher(library, loaded.scorer(), limits)
 
     return make
 
 
-def _no_prefetcher(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> None:
+def _no_prefetcher(library: OrderLibrary, limits: Limits) -> None:
     return None
 
 
-def _next_k(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
+def _next_k(library: OrderLibrary, limits: Limits) -> Prefetcher:
     k = _DEFAULT_NEXT_K if limits.page_prefetch is None else limits.page_prefetch
-    return NextKPrefetcher(library.stations, k)
+    return NextKPrefetcher(library, k)
 
 
-def _replay(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
-    return ReplayPrefetcher(library, weight, limits=limits)
+def _replay(library: OrderLibrary, limits: Limits) -> Prefetcher:
+    return OrderPrefetcher(library, ReplayScorer(library.stations.members), limits)
 
 
 def _oracle_factory(memory: MemoryConfig, first_step: int) -> PrefetchFactory:
@@ -279,9 +279,9 @@ def _oracle_factory(memory: MemoryConfig, first_step: int) -> PrefetchFactory:
     future = range(first_step, steps[-1] + 1)
     make = oracle_factory(Workload.from_trace(need, pages, future))
 
-    def checked(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher | None:
+    def checked(library: OrderLibrary, limits: Limits) -> Prefetcher | None:
         _check_pages(memory, library.stations.table, pages)
-        return make(library, weight, limits)
+        return make(library, limits)
 
     return checked
 

@@ -12,7 +12,7 @@ from odc.memory.events import FORWARD_PHASES
 from odc.memory.plan import FutureScorer, Limits, OraclePrefetcher, Prefetcher
 from odc.memory.replay.simulate import PrefetchFactory
 from odc.memory.replay.workload import Workload
-from odc.memory.stations import OrderLibrary
+from odc.memory.orders import OrderLibrary
 
 
 def future_sets(workload: Workload) -> list[np.ndarray]:
@@ -36,7 +36,7 @@ def future_sets(workload: Workload) -> list[np.ndarray]:
 def oracle_factory(workload: Workload) -> PrefetchFactory:
     """A prefetcher that knows which members ``workload`` needs."""
 
-    def make(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> Prefetcher:
-        return OraclePrefetcher(library, weight, FutureScorer(future_sets(workload)), limits)
+    def make(library: OrderLibrary, limits: Limits) -> Prefetcher:
+        return OraclePrefetcher(library, FutureScorer(future_sets(workload)), limits)
 
     return make

@@ -18,12 +18,13 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.pager import Pager, Tuning
 from odc.memory.plan import Limits, Prefetcher
 from odc.memory.replay.workload import Bundle, RecordedVisit, Workload
-from odc.memory.stations import OrderLibrary, Stations
+from odc.memory.orders import OrderLibrary
+from odc.memory.stations import Stations
 from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy
 
 _TRAINING_PHASES = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.OPTIMIZER)
-PrefetchFactory = Callable[[OrderLibrary, np.ndarray, Limits], Prefetcher | None]
+PrefetchFactory = Callable[[OrderLibrary, Limits], Prefetcher | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def simulate(
     library = OrderLibrary(Stations(table, workload.sets))
     prefetcher = None
     if prefetch is not None:
-        prefetcher = prefetch(library, np.ones(len(table.pages)), limits or Limits())
+        prefetcher = prefetch(library, limits or Limits())
     pager = Pager(table, library, transfers, eviction, prefetcher, tuning)
     pager.hold_pinned()
     return _Simulation(workload, pager, engine).run()

@@ -1,0 +1,383 @@
+"""The context library: recorded orders of visits, and the place of the pass that runs in its own.
+
+Each context (training by micro-step, evaluation, generation, another model) keeps one recorded
+order, the union of what its passes visited: an entry that a pass skips (a dropped layer, the
+branch not taken) stays and becomes less likely, one that is new is put in behind its predecessor.
+Nothing is ever cleared. On a visit that was not expected the place is looked up again: among the
+places where the visit is known, the one whose predecessors match the last visits best, near ahead
+first; replay goes on from there.
+
+Within a pass, backward mirrors forward: a backward visit is expected if and only if its station's
+forward ran in this pass (the *tape*). Which context follows which is a Markov model of variable
+order over the contexts that ran.
+
+The clock of the library is compute time along the expected order: a stall does not move it, so
+that a time of use, once told, stays true until the order is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from odc.memory.events import FORWARD_PHASES, Phase
+from odc.memory.stations import Stations, Visit, visit_key
+
+_log = logging.getLogger(__name__)
+
+_FORWARD = frozenset(int(p) for p in FORWARD_PHASES)
+_MIRRORED = frozenset((int(Phase.BACKWARD), int(Phase.RECOMPUTE)))
+_LEAST_RATE = 0.05  # how fast chances follow once many passes were seen
+_FORGOTTEN = 0.01  # an entry less likely than this is dropped from its order
+_SMOOTH = 0.3  # weight of the last pass in durations
+_MOVED = 0.1  # durations that change by more than this share are compiled anew
+_SUFFIX = 4  # visits that are compared to find a place again
+_PASSES_AHEAD = 4  # passes of a chain
+_CONTEXTS_BACK = 6  # contexts that tell which one comes next
+
+
+@dataclass(slots=True)
+class Entry:
+    """A visit of a recorded order.
+
+    Attributes:
+        station, phase, kinds: as in ``Visit``.
+        dur_ns: compute until the next visit, smoothed over passes.
+        chance: share of passes that made it, the recent ones counting more.
+        used, order: members of the last visit of a set.
+    """
+
+    station: int
+    phase: int
+    kinds: int
+    dur_ns: float
+    chance: float = 1.0
+    used: np.ndarray | None = None
+    order: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> int:
+        return visit_key(self.station, self.phase)
+
+
+class RecordedOrder:
+    """The entries of a context, and what is worked out from them once.
+
+    Attributes:
+        entries: in order.
+        passes: passes recorded.
+        compiled: how often the rest was worked out.
+        start_ns: compute from the beginning of the pass to each entry.
+        total_ns: compute of a pass.
+        longest_ns: the most compute between two visits.
+        uses: for each entry of a single group, its pages; () for a set.
+        at: for each page, the entries of single groups that use it, ascending.
+        mirror: for each backward entry, the forward entry it mirrors; -1 for none.
+        of_station: entries of each set's station, ascending.
+    """
+
+    def __init__(self, stations: Stations) -> None:
+        self.stations = stations
+        self.entries: list[Entry] = []
+        self.passes = 0
+        self.compiled = 0
+        self.longest_ns = 0.0
+        self._chances: list[float] = []
+        self.start_ns: list[float] = []
+        self.total_ns = 0.0
+        self.uses: list[tuple[int, ...]] = []
+        self.at: list[list[int]] = [[] for _ in stations.table.pages]
+        self.mirror: list[int] = []
+        self.of_station: dict[int, list[int]] = {}
+        self._places: dict[int, list[int]] = {}
+        self._keys: list[int] = []
+
+    def record(self, live: list[Visit]) -> bool:
+        """Take in a pass; returns whether entries or their times changed."""
+        self.passes += 1
+        rate = max(1.0 / self.passes, _LEAST_RATE)
+        same = len(live) == len(self.entries) and all(
+            visit.place == place for place, visit in enumerate(live)
+        )
+        grown = self._merge(live, rate) if not same else False
+        for place, visit in enumerate(live):
+            entry = self.entries[place if same else visit.place]
+            entry.chance += rate * (1.0 - entry.chance)
+            entry.dur_ns += _SMOOTH * (visit.dur_ns - entry.dur_ns)
+            if visit.kinds | entry.kinds != entry.kinds:
+                entry.kinds |= visit.kinds
+                grown = True
+            if visit.used is not None:
+                entry.used, entry.order = visit.used, visit.order
+        if not grown and not self._has_moved():
+            return False
+        self._compile()
+        return True
+
+    def _has_moved(self) -> bool:
+        """Whether durations or chances are no longer those that were compiled."""
+        total = sum(e.dur_ns for e in self.entries)
+        if abs(total - self.total_ns) > _MOVED * self.total_ns:
+            return True
+        pairs = zip(self.entries, self._chances, strict=True)
+        return any(abs(entry.chance - chance) > _MOVED for entry, chance in pairs)
+
+    def _merge(self, live: list[Visit], rate: float) -> bool:
+        """The union of the order and a pass, in the order of the pass where they differ.
+
+        Places of the visits are set anew; returns whether entries came, went or moved.
+        """
+        seen = {v.place for v in live if v.place >= 0}
+        behind: dict[int, list[Entry]] = {}  # entry that was visited -> those skipped after it
+        last = -1
+        for place, entry in enumerate(self.entries):
+            if place in seen:
+                last = place
+                continue
+            entry.chance -= rate * entry.chance
+            if entry.chance >= _FORGOTTEN:
+                behind.setdefault(last, []).append(entry)
+        made = list(behind.get(-1, []))
+        done: set[int] = set()
+        for visit in live:
+            place = visit.place
+            known = place >= 0 and place not in done
+            entry = self.entries[place] if known else _entry(visit)
+            visit.place = len(made)
+            made.append(entry)
+            if known:
+                done.add(place)
+                made += behind.get(place, [])
+        changed = [id(e) for e in made] != [id(e) for e in self.entries]
+        self.entries = made
+        return changed
+
+    def _compile(self) -> None:
+        entries, stations = self.entries, self.stations
+        self.compiled += 1
+        self._keys = [e.key for e in entries]
+        self._chances = [e.chance for e in entries]
+        self.longest_ns = max((e.dur_ns for e in entries), default=0.0)
+        self.start_ns, self.total_ns = [], 0.0
+        self.uses, self.mirror = [], []
+        self.at = [[] for _ in stations.table.pages]
+        self.of_station, self._places = {}, {}
+        forward: dict[int, int] = {}
+        for place, entry in enumerate(entries):
+            self.start_ns.append(self.total_ns)
+            self.total_ns += entry.dur_ns
+            self._places.setdefault(self._keys[place], []).append(place)
+            mirrors = forward.get(entry.station, -1) if entry.phase in _MIRRORED else -1
+            self.mirror.append(mirrors)
+            if entry.phase in _FORWARD:
+                forward[entry.station] = place
+            if stations.stations[entry.station].set_index >= 0:
+                self.of_station.setdefault(entry.station, []).append(place)
+                self.uses.append(())
+                continue
+            pages = stations.member_pages(entry.station, entry.kinds)
+            self.uses.append(pages)
+            for page in pages:
+                self.at[page].append(place)
+
+    def is_at(self, place: int, key: int) -> bool:
+        return 0 <= place < len(self._keys) and self._keys[place] == key
+
+    def find(self, key: int, after: int, last_keys: list[int]) -> int:
+        """The place of a visit that was not expected, -1 if the order does not know it.
+
+        Args:
+            key: of the visit.
+            after: the place of the visit before it.
+            last_keys: keys of the visits before it, the latest last.
+        """
+        best, best_rank = -1, (0, 0, 0)
+        for place in self._places.get(key, []):
+            match = 0
+            while match < min(_SUFFIX, len(last_keys)) and self.is_at(
+                place - 1 - match, last_keys[-1 - match]
+            ):
+                match += 1
+            rank = (match, int(place > after), -abs(place - after))
+            if best < 0 or rank > best_rank:
+                best, best_rank = place, rank
+        return best
+
+
+def _entry(visit: Visit) -> Entry:
+    return Entry(visit.station, visit.phase, visit.kinds, visit.dur_ns, 0.0)
+
+
+class OrderLibrary:
+    """Recorded orders by context, the pass that runs, and the tape of its forward.
+
+    Attributes:
+        ctx: context of the pass that runs.
+        order: its recorded order, None in its first pass.
+        position: place of the visit that runs, -1 before the first.
+        skipped: places that the visit that runs has left out.
+        live: visits of the pass that runs.
+        base_ns: the clock at the beginning of the pass.
+        chain: the contexts expected after this one.
+        passes: passes begun.
+        as_expected: the pass that runs is the one that was expected, and no order has changed.
+        has_run: by station, whether its forward ran in this pass.
+        tape, tape_order: by set, the members that its forward used.
+        touched: by set, members with a gradient.
+    """
+
+    def __init__(self, stations: Stations) -> None:
+        self.stations = stations
+        self.orders: dict[int, RecordedOrder] = {}
+        self.ctx = -1
+        self.order: RecordedOrder | None = None
+        self.position = -1
+        self.skipped: range = range(0)
+        self.live: list[Visit] = []
+        self.base_ns = 0.0
+        self.chain: tuple[int, ...] = ()
+        self.passes = 0
+        self.as_expected = False
+        self.divergences: Counter[tuple[int, str]] = Counter()
+        self.has_run = bytearray(len(stations.stations))
+        self.tape: list[np.ndarray | None] = [None] * len(stations.sets)
+        self.tape_order: list[list[int]] = [[] for _ in stations.sets]
+        self.touched: list[np.ndarray | None] = [None] * len(stations.sets)
+        self._past: list[int] = []
+        self._followers: dict[tuple[int, ...], Counter[int]] = {}
+
+    @property
+    def diverged(self) -> int:
+        """Visits that were not expected."""
+        return sum(self.divergences.values())
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def begin_pass(self, ctx: int) -> None:
+        """A pass in context ``ctx`` begins; the one before it is recorded."""
+        expected = self.chain[0] if self.chain else None
+        changed = self._end_pass()
+        if self.order is not None:
+            self.base_ns += self.order.total_ns
+        self.ctx = ctx
+        self.order = self.orders.get(ctx)
+        self.live = []
+        self.position = -1
+        self.skipped = range(0)
+        self.passes += 1
+        self._past = [*self._past[-_CONTEXTS_BACK + 1 :], ctx]
+        self.as_expected = expected == ctx and not changed
+        self.chain = self._expect()
+        self.tape = [None] * len(self.tape)
+        self.has_run = bytearray(len(self.has_run))
+
+    def _end_pass(self) -> bool:
+        if not self.live:
+            return True
+        order = self.orders.get(self.ctx)
+        if order is None:
+            order = self.orders[self.ctx] = RecordedOrder(self.stations)
+        changed = order.record(self.live)
+        self._learn_follower()
+        return changed
+
+    def _learn_follower(self) -> None:
+        """The past, without the context that just ended, led to it."""
+        past, ended = self._past[:-1], self._past[-1]
+        for length in range(1, len(past) + 1):
+            key = tuple(past[-length:])
+            self._followers.setdefault(key, Counter())[ended] += 1
+
+    def _expect(self) -> tuple[int, ...]:
+        """The contexts that are likely to follow, from the longest past that was seen before."""
+        past, chain = list(self._past), []
+        for _ in range(_PASSES_AHEAD):
+            ctx = past[-1]
+            for length in range(len(past), 0, -1):
+                seen = self._followers.get(tuple(past[-length:]))
+                if seen:
+                    ctx = seen.most_common(1)[0][0]
+                    break
+            chain.append(ctx)
+            past = [*past[-_CONTEXTS_BACK + 1 :], ctx]
+        return tuple(chain)
+
+    def end_update(self) -> None:
+        """The optimizer step is over: no set has a gradient any more."""
+        self.touched = [None] * len(self.touched)
+
+    # -- visits ----------------------------------------------------------------------------------
+
+    def visit(self, station: int, phase: int) -> Visit:
+        """Begin a visit; finds its place in the recorded order."""
+        set_index = self.stations.stations[station].set_index
+        used = None
+        if set_index >= 0:
+            used = np.zeros(len(self.stations.sets[set_index]), bool)
+        made = Visit(station, phase, used=used)
+        if phase in _FORWARD:
+            self.has_run[station] = 1
+        order, expected = self.order, self.position + 1
+        self.skipped = range(0)
+        if order is not None:
+            key = visit_key(station, phase)
+            if order.is_at(expected, key):
+                self.position = made.place = expected
+            else:
+                made.place = self._find_again(order, key)
+        self.live.append(made)
+        return made
+
+    def _find_again(self, order: RecordedOrder, key: int) -> int:
+        last_keys = [v.key for v in self.live[-_SUFFIX:]]
+        place = order.find(key, self.position, last_keys)
+        kind = "new" if place < 0 else "back" if place <= self.position else "skip"
+        if kind == "skip":
+            self.skipped = range(self.position + 1, place)
+            if not any(self.expects(order, p) for p in self.skipped):
+                self.position = place
+                return place
+        self.divergences[self.ctx, kind] += 1
+        if self.divergences[self.ctx, kind] == 1:
+            _log.info(
+                "context %d: a visit that was not expected (%s) at place %d; the recorded order is "
+                "followed from there on, and such visits are only counted from now on",
+                self.ctx,
+                {"new": "unknown", "back": "behind", "skip": "further ahead"}[kind],
+                self.position + 1,
+            )
+        if place >= 0:
+            self.position = place
+        return place
+
+    def expects(self, order: RecordedOrder, place: int) -> bool:
+        """Whether an entry ahead in this pass will be visited, as far as the tape knows."""
+        mirror = order.mirror[place]
+        if mirror < 0 or mirror > self.position:
+            return True
+        return bool(self.has_run[order.entries[place].station])
+
+    def forward_done(self, set_index: int, used: np.ndarray, order: list[int]) -> None:
+        """The members that a set's forward needs are known: its backward needs the same."""
+        self.tape[set_index] = used
+        self.tape_order[set_index] = order
+        seen = self.touched[set_index]
+        self.touched[set_index] = used.copy() if seen is None else seen | used
+
+    # -- the clock -------------------------------------------------------------------------------
+
+    @property
+    def now_ns(self) -> float:
+        """Compute time along the expected order, at the beginning of the visit that runs."""
+        order = self.order
+        if order is None or self.position < 0:
+            return self.base_ns
+        return self.base_ns + order.start_ns[self.position]
+
+    @property
+    def end_ns(self) -> float:
+        """The same at the end of the pass that runs."""
+        return self.base_ns + (self.order.total_ns if self.order is not None else 0.0)
