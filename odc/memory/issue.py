@@ -23,11 +23,14 @@ class Room:
         frames: frames that need no victim.
         bytes: bytes that may still be put in flight.
         items: resident pages that may still be added, None for any number.
+        reserve: frames that will soon be taken without a load. They may be filled until then if
+            there are victims for them.
     """
 
     frames: int
     bytes: int
     items: int | None = None
+    reserve: int = 0
 
 
 def take_victims(
@@ -83,17 +86,28 @@ def choose_load(
     if room.bytes <= 0 or (room.items is not None and room.items <= 0):
         return None
     frames = table.frames[page]
-    chosen: list[int] | None = []
-    if frames > room.frames:
+    chosen: list[int] = []
+    short = frames + room.reserve - room.frames
+    if short > 0:
         later_than = now + margin * (float(until[page]) - now)
-        chosen = take_victims(table, queue, frames - room.frames, until, later_than)
-        if chosen is None:
+        found = take_victims(table, queue, short, until, later_than)
+        if found is None:
             return None
+        chosen = _first(table, found, frames - room.frames)
     room.frames += sum(table.frames[v] for v in chosen) - frames
     room.bytes -= table.pages[page].num_bytes
     if room.items is not None:
         room.items += len(chosen) - 1
     return chosen
+
+
+def _first(table: PageTable, victims: list[int], num_frames: int) -> list[int]:
+    """As many of the victims as free ``num_frames``."""
+    count = 0
+    while num_frames > 0:
+        num_frames -= table.frames[victims[count]]
+        count += 1
+    return victims[:count]
 
 
 def choose_write_backs(

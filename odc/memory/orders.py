@@ -44,7 +44,7 @@ class Entry:
     """A visit of a recorded order.
 
     Attributes:
-        station, phase, kinds: as in ``Visit``.
+        station, phase, kinds, creates, dies: as in ``Visit``.
         dur_ns: compute until the next visit, smoothed over passes.
         chance: share of passes that made it, the recent ones counting more.
         used, order: members of the last visit of a set.
@@ -55,6 +55,8 @@ class Entry:
     kinds: int
     dur_ns: float
     chance: float = 1.0
+    creates: int = 0
+    dies: bool = False
     used: np.ndarray | None = None
     order: list[int] = field(default_factory=list)
 
@@ -107,6 +109,7 @@ class RecordedOrder:
             entry = self.entries[place if same else visit.place]
             entry.chance += rate * (1.0 - entry.chance)
             entry.dur_ns += _SMOOTH * (visit.dur_ns - entry.dur_ns)
+            entry.creates, entry.dies = visit.creates, visit.dies
             if visit.kinds | entry.kinds != entry.kinds:
                 entry.kinds |= visit.kinds
                 grown = True
@@ -182,6 +185,17 @@ class RecordedOrder:
             self.uses.append(pages)
             for page in pages:
                 self.at[page].append(place)
+
+    def frames_to_create(self, place: int) -> int:
+        """Frames of what an entry makes fresh; of a set, of one member at a time."""
+        if not 0 <= place < len(self.entries):
+            return 0
+        entry = self.entries[place]
+        if not entry.creates:
+            return 0
+        stations = self.stations
+        pages = stations.member_pages(entry.station, entry.creates)
+        return sum(stations.table.frames[page] for page in pages)
 
     def is_at(self, place: int, key: int) -> bool:
         return 0 <= place < len(self._keys) and self._keys[place] == key

@@ -102,6 +102,7 @@ class Pager:
             self._scores = prefetcher.until
         self._queue = VictimQueue(table, self._scores)
         self._version = -1
+        self._reserve = 0  # frames that are kept free for what will be made fresh
         self._margin = _SET_MARGIN if library.stations.sets else 1.0
         self._largest = max((p.num_bytes for p in table.pages), default=0)
         self._flight_bytes = max(self.tuning.flight_bytes, 2 * self._largest)
@@ -212,6 +213,8 @@ class Pager:
         if self.sink is not None:
             phase = self._visit.phase if self._visit is not None else Phase.OTHER
             self._write_need(group, kind, Op.DROP, 0, Phase(phase))
+        if self._visit is not None and self._visit.creates >> kind & 1:
+            self._visit.dies = True
         ids = self.table.of(group, kind)
         for page in ids:
             self.table.pins[page] -= 1
@@ -285,7 +288,19 @@ class Pager:
     def _start_visit(self, station: int, phase: Phase) -> Visit:
         self._visit = self.library.visit(station, phase)
         self._seq += 1
+        self._set_reserve(created=False)
         return self._visit
+
+    def _set_reserve(self, created: bool) -> None:
+        """Frames that this visit and the next will take without a load; loads leave them free."""
+        order, place = self.library.order, self.library.position
+        if order is None or place < 0:
+            return
+        now, later = order.frames_to_create(place), order.frames_to_create(place + 1)
+        if not created:
+            self._reserve = max(now, later)
+        else:  # what dies in this visit makes room for the next
+            self._reserve = max(later - (now if order.entries[place].dies else 0), 0)
 
     def _enter(self, group: int, phase: Phase) -> Visit:
         station = self.stations.of_group[group]
@@ -336,8 +351,11 @@ class Pager:
                 self._write_need(group, kind, op, compute_ns, Phase(visit.phase))
                 compute_ns = 0
             ids = table.of(group, kind) if part is None else table.of_part(group, kind, part)
-            if op == Op.CREATE and table.groups[group].compact:
-                op = Op.WRITE
+            if op == Op.CREATE:
+                if table.groups[group].compact:
+                    op = Op.WRITE
+                else:
+                    self._set_reserve(created=True)
             for page in ids:
                 table.pins[page] += 1
                 table.is_evictable[page] = 0
@@ -478,7 +496,7 @@ class Pager:
         items = None
         if self.tuning.max_items is not None:
             items = self.tuning.max_items - transfers.num_resident - len(transfers.loading)
-        room = Room(transfers.available, room_bytes, items)
+        room = Room(transfers.available, room_bytes, items, self._reserve)
         now = self.library.now_ns
         for page in prefetcher.wanted():
             victims = choose_load(

@@ -305,7 +305,8 @@ class OrderPrefetcher:
                 found.append((at[index] << 32) | station)
         found = sorted(found)[:_SETS_AHEAD]
         offset = self._offsets[0]
-        self._again = sorted({*self._again, *(offset + (f >> 32) for f in found)})
+        again = {offset + max(position, 0), *(offset + (f >> 32) for f in found)}
+        self._again = sorted(again.union(self._again))
         return [self.stations.stations[f & 0xFFFFFFFF].set_index for f in found]
 
     def _rekey_sets(self, sets: Sequence[int]) -> None:
@@ -352,9 +353,12 @@ class OrderPrefetcher:
         self.until[pages] = self._later[pages]
         visit = self.library.live[-1] if self.library.live else None
         if visit is not None and visit.station == station:
+            order = self.library.order
+            kinds = visit.kinds | 1 << Kind.PARAMETER
+            if order is not None and visit.place >= 0:
+                kinds |= order.entries[visit.place].kinds
             for place, member in enumerate(self._remaining):
-                own_pages = self.stations.member_pages(station, visit.kinds | 1, member)
-                for page in own_pages:
+                for page in self.stations.member_pages(station, kinds, member):
                     self.until[page] = now + place
 
     def _adjust_times(self, set_index: int, station: int, now: float) -> None:

@@ -35,6 +35,8 @@ class Visit:
     Attributes:
         station, phase: what recurs.
         kinds: bit set of kinds whose content was needed (a fresh gradient's was not).
+        creates: bit set of kinds that were made fresh.
+        dies: what was made fresh was dropped in the same visit.
         used: (num_members,) bool, the members needed; None for a single group.
         order: members in the order they ran.
         dur_ns: compute from this visit to the next.
@@ -44,6 +46,8 @@ class Visit:
     station: int
     phase: int
     kinds: int = 0
+    creates: int = 0
+    dies: bool = False
     used: np.ndarray | None = None
     order: list[int] = field(default_factory=list)
     dur_ns: float = 0.0
@@ -56,6 +60,8 @@ class Visit:
     def note(self, kind: int, op: int, member: int) -> None:
         if op == Op.READ or op == Op.WRITE:
             self.kinds |= 1 << kind
+        elif op == Op.CREATE:
+            self.creates |= 1 << kind
         if self.used is not None and not self.used[member]:
             self.used[member] = True
             self.order.append(member)
