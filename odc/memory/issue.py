@@ -6,7 +6,7 @@ commands.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,14 +21,12 @@ class Room:
 
     Attributes:
         frames: frames that need no victim.
-        bytes: bytes that may still be put in flight.
         items: resident pages that may still be added, None for any number.
         reserve: frames that will soon be taken without a load. They may be filled until then if
             there are victims for them.
     """
 
     frames: int
-    bytes: int
     items: int | None = None
     reserve: int = 0
 
@@ -39,6 +37,7 @@ def take_victims(
     num_frames: int,
     until: np.ndarray | None = None,
     later_than: float = 0.0,
+    clean_first: bool = False,
 ) -> list[int] | None:
     """Victims that free ``num_frames`` and are each needed later than a moment.
 
@@ -48,16 +47,26 @@ def take_victims(
         num_frames: frames to free.
         until: (num_pages,) times of next use; None takes any victim.
         later_than: no page that is needed before this is taken.
+        clean_first: take clean ones before dirty ones, whatever the order.
 
     Returns:
         None if there are not enough of them; the queue is as before then.
     """
     chosen: list[int] = []
+    dirty: list[int] = []
     for page in queue.first():
         if num_frames <= 0:
             break
         if until is not None and until[page] <= later_than:
-            return None
+            break
+        if clean_first and table.is_dirty[page]:
+            dirty.append(page)
+            continue
+        chosen.append(page)
+        num_frames -= table.frames[page]
+    for page in dirty:
+        if num_frames <= 0:
+            break
         chosen.append(page)
         num_frames -= table.frames[page]
     return chosen if num_frames <= 0 else None
@@ -68,9 +77,9 @@ def choose_load(
     page: int,
     queue: VictimQueue,
     until: np.ndarray,
-    now: float,
+    later_than: float,
     room: Room,
-    margin: float = 1.0,
+    clean_first: bool = False,
 ) -> list[int] | None:
     """The victims for a load ahead, [] where frames are free; None if it must not be made now.
 
@@ -79,23 +88,21 @@ def choose_load(
         page: the absent page.
         queue: what can go, in order.
         until: (num_pages,) times of next use.
-        now: the present on the same clock.
+        later_than: only pages that are needed later may go.
         room: what may be taken; counted down if the load is made.
-        margin: a victim's use must be this much farther than the page's.
+        clean_first: of those, clean ones go first: all of them will go.
     """
-    if room.bytes <= 0 or (room.items is not None and room.items <= 0):
+    if room.items is not None and room.items <= 0:
         return None
     frames = table.frames[page]
     chosen: list[int] = []
     short = frames + room.reserve - room.frames
     if short > 0:
-        later_than = now + margin * (float(until[page]) - now)
-        found = take_victims(table, queue, short, until, later_than)
+        found = take_victims(table, queue, short, until, later_than, clean_first)
         if found is None:
             return None
         chosen = _first(table, found, frames - room.frames)
     room.frames += sum(table.frames[v] for v in chosen) - frames
-    room.bytes -= table.pages[page].num_bytes
     if room.items is not None:
         room.items += len(chosen) - 1
     return chosen
@@ -111,7 +118,7 @@ def _first(table: PageTable, victims: list[int], num_frames: int) -> list[int]:
 
 
 def choose_write_backs(
-    table: PageTable, ordered: Iterator[int], storing: Container[int], num_frames: int, count: int
+    table: PageTable, ordered: Iterable[int], storing: Container[int], num_frames: int, count: int
 ) -> list[int]:
     """Dirty pages among the next victims: written now, they cost nothing when they must go.
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from odc.memory.events import FORWARD_PHASES, Phase
+from odc.memory.events import FORWARD_PHASES, Kind, Phase
 from odc.memory.stations import Stations, Visit, visit_key
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _FORGOTTEN = 0.01  # an entry less likely than this is dropped from its order
 _SMOOTH = 0.3  # weight of the last pass in durations
 _MOVED = 0.1  # durations that change by more than this share are compiled anew
 _SUFFIX = 4  # visits that are compared to find a place again
-_PASSES_AHEAD = 4  # passes of a chain
+_PASSES_AHEAD = 8  # passes of a chain
 _CONTEXTS_BACK = 6  # contexts that tell which one comes next
 
 
@@ -44,7 +44,7 @@ class Entry:
     """A visit of a recorded order.
 
     Attributes:
-        station, phase, kinds, creates, dies: as in ``Visit``.
+        station, phase, kinds, creates, writes, at_ns, held_ns, span, dies: as in ``Visit``.
         dur_ns: compute until the next visit, smoothed over passes.
         chance: share of passes that made it, the recent ones counting more.
         used, order: members of the last visit of a set.
@@ -56,6 +56,10 @@ class Entry:
     dur_ns: float
     chance: float = 1.0
     creates: int = 0
+    writes: int = 0
+    at_ns: list[float] = field(default_factory=lambda: [0.0] * len(Kind))
+    held_ns: float = 0.0
+    span: int = 0
     dies: bool = False
     used: np.ndarray | None = None
     order: list[int] = field(default_factory=list)
@@ -63,6 +67,15 @@ class Entry:
     @property
     def key(self) -> int:
         return visit_key(self.station, self.phase)
+
+    def take(self, visit: Visit) -> None:
+        """How the entry was visited this time."""
+        self.creates, self.writes, self.dies = visit.creates, visit.writes, visit.dies
+        self.span = visit.span
+        share = _SMOOTH if self.held_ns or any(self.at_ns) else 1.0
+        self.held_ns += share * (visit.held_ns - self.held_ns)
+        for kind, at_ns in enumerate(visit.at_ns):
+            self.at_ns[kind] += share * (at_ns - self.at_ns[kind])
 
 
 class RecordedOrder:
@@ -79,6 +92,9 @@ class RecordedOrder:
         at: for each page, the entries of single groups that use it, ascending.
         mirror: for each backward entry, the forward entry it mirrors; -1 for none.
         of_station: entries of each set's station, ascending.
+        lasting_fresh, dying_fresh: before each entry, the frames that entries make fresh and that
+            outlive their visit, and the number of those whose do not.
+        most_dying: the most frames of the latter.
     """
 
     def __init__(self, stations: Stations) -> None:
@@ -88,6 +104,9 @@ class RecordedOrder:
         self.compiled = 0
         self.longest_ns = 0.0
         self._chances: list[float] = []
+        self.lasting_fresh: list[int] = [0]
+        self.dying_fresh: list[int] = [0]
+        self.most_dying = 0
         self.start_ns: list[float] = []
         self.total_ns = 0.0
         self.uses: list[tuple[int, ...]] = []
@@ -109,7 +128,7 @@ class RecordedOrder:
             entry = self.entries[place if same else visit.place]
             entry.chance += rate * (1.0 - entry.chance)
             entry.dur_ns += _SMOOTH * (visit.dur_ns - entry.dur_ns)
-            entry.creates, entry.dies = visit.creates, visit.dies
+            entry.take(visit)
             if visit.kinds | entry.kinds != entry.kinds:
                 entry.kinds |= visit.kinds
                 grown = True
@@ -185,6 +204,17 @@ class RecordedOrder:
             self.uses.append(pages)
             for page in pages:
                 self.at[page].append(place)
+        self._sum_fresh()
+
+    def _sum_fresh(self) -> None:
+        """Running sums of the frames that entries make fresh."""
+        self.lasting_fresh, self.dying_fresh, self.most_dying = [0], [0], 0
+        for place, entry in enumerate(self.entries):
+            frames = self.frames_to_create(place)
+            dies = bool(frames and entry.dies)
+            self.lasting_fresh.append(self.lasting_fresh[-1] + (0 if dies else frames))
+            self.dying_fresh.append(self.dying_fresh[-1] + dies)
+            self.most_dying = max(self.most_dying, frames if dies else 0)
 
     def frames_to_create(self, place: int) -> int:
         """Frames of what an entry makes fresh; of a set, of one member at a time."""

@@ -8,8 +8,9 @@ first; an access waits for its own pages whatever was planned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.issue import Room, choose_load, choose_write_backs, take_victims
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState, PageTable
-from odc.memory.plan import Prefetcher
+from odc.memory.plan import LEAVES_NS, UNKNOWN_NS, OrderPrefetcher, Prefetcher
+from odc.memory.rehearsal import Rehearsal
 from odc.memory.stations import Visit
 from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, Lru, VictimQueue
@@ -50,6 +52,7 @@ class Tuning:
     early_stores: int = 2  # early write-backs in flight
     lookahead_bytes: int = 48 * 1024 * 1024  # future victims worth cleaning
     early_write_back: bool = True
+    rehearse: str = "now"  # or "aside": in a thread of its own; "" for never
     max_items: int | None = None
 
 
@@ -100,9 +103,13 @@ class Pager:
         self._scores = np.zeros(len(table.pages))
         if prefetcher is not None and self._planned:
             self._scores = prefetcher.until
+        self._rehearsal: Rehearsal | None = None
+        if isinstance(prefetcher, OrderPrefetcher) and self._planned and self.tuning.rehearse:
+            self._rehearsal = Rehearsal(library, prefetcher, self.tuning.rehearse == "aside")
         self._queue = VictimQueue(table, self._scores)
         self._version = -1
-        self._reserve = 0  # frames that are kept free for what will be made fresh
+        self._visit_of: list[tuple[Visit, int] | None] = [None] * len(table.groups)
+        self._created = False  # this visit has made fresh what it does
         self._margin = _SET_MARGIN if library.stations.sets else 1.0
         self._largest = max((p.num_bytes for p in table.pages), default=0)
         self._flight_bytes = max(self.tuning.flight_bytes, 2 * self._largest)
@@ -116,6 +123,8 @@ class Pager:
         self.tokens = tokens
         self._visit = None
         self._remaining = []
+        if self._rehearsal is not None:
+            self._rehearsal.begin_pass(self.transfers)
         order = self.library.order
         if order is not None:  # deep enough for the longest time without a hook
             gap = int(order.longest_ns * self.transfers.bytes_per_ns) + self._largest
@@ -184,7 +193,16 @@ class Pager:
     def release(self, group: int, kind: Kind, part: int | None = None) -> None:
         """Unpin pages; they may be evicted from now on."""
         table = self.table
+        self._note_release(group)
         self._unpin(table.of(group, kind) if part is None else table.of_part(group, kind, part))
+
+    def _note_release(self, group: int) -> None:
+        last = self._visit_of[group]
+        if last is not None:
+            visit, number = last
+            visit.span = len(self.library.live) - number
+            if visit is self._visit:
+                visit.held_ns = visit.dur_ns + self._engine.now_ns() - self._mark
 
     def _unpin(self, ids: Sequence[int]) -> None:
         table = self.table
@@ -200,7 +218,11 @@ class Pager:
         if self.prefetcher is not None:
             self.prefetcher.until[page] = self.prefetcher.next_use(page)
         if self._planned:
-            self._queue.push(page, float(self._scores[page]))
+            time = float(self._scores[page])
+            if LEAVES_NS < time < UNKNOWN_NS / 8 and self.prefetcher.scheduled:
+                self._evict([page])  # at once: nothing is won by waiting
+            else:
+                self._queue.push(page, time)
         else:
             score = self._scores[page] = self.eviction.score(page, self._time)
             self._queue.push(page, score)
@@ -215,6 +237,7 @@ class Pager:
             self._write_need(group, kind, Op.DROP, 0, Phase(phase))
         if self._visit is not None and self._visit.creates >> kind & 1:
             self._visit.dies = True
+        self._note_release(group)
         ids = self.table.of(group, kind)
         for page in ids:
             self.table.pins[page] -= 1
@@ -288,19 +311,8 @@ class Pager:
     def _start_visit(self, station: int, phase: Phase) -> Visit:
         self._visit = self.library.visit(station, phase)
         self._seq += 1
-        self._set_reserve(created=False)
+        self._created = False
         return self._visit
-
-    def _set_reserve(self, created: bool) -> None:
-        """Frames that this visit and the next will take without a load; loads leave them free."""
-        order, place = self.library.order, self.library.position
-        if order is None or place < 0:
-            return
-        now, later = order.frames_to_create(place), order.frames_to_create(place + 1)
-        if not created:
-            self._reserve = max(now, later)
-        else:  # what dies in this visit makes room for the next
-            self._reserve = max(later - (now if order.entries[place].dies else 0), 0)
 
     def _enter(self, group: int, phase: Phase) -> Visit:
         station = self.stations.of_group[group]
@@ -344,6 +356,7 @@ class Pager:
         member = self.stations.member_of[group]
         if self._remaining and member in self._remaining:
             self._remaining.remove(member)
+        self._visit_of[group] = (visit, len(self.library.live))
         pages: list[tuple[int, Op]] = []
         for kind, op in needs:
             visit.note(kind, op, member)
@@ -355,7 +368,7 @@ class Pager:
                 if table.groups[group].compact:
                     op = Op.WRITE
                 else:
-                    self._set_reserve(created=True)
+                    self._created = True
             for page in ids:
                 table.pins[page] += 1
                 table.is_evictable[page] = 0
@@ -387,8 +400,11 @@ class Pager:
             self._think()
         else:
             self.table.left.clear()
+        stalled = False
         for page in waiting:
-            self._settle(page)
+            stalled = self._settle(page) or stalled
+        if stalled and self.prefetcher is not None:
+            self._think()
 
     def _poll(self) -> None:
         """Take note of what the engine has done, and of what the plan has changed."""
@@ -459,7 +475,8 @@ class Pager:
             f"({(self.transfers.num_frames + frames) * 2} MiB)"
         )
 
-    def _settle(self, page: int) -> None:
+    def _settle(self, page: int) -> bool:
+        """Wait for a page; returns whether that took time."""
         waited = self.transfers.settle(page) if page in self.transfers.loading else 0
         if waited:
             self.counters.stall_ns += waited
@@ -476,6 +493,7 @@ class Pager:
                     waited,
                     self.transfers.policy,
                 )
+        return waited > 0
 
     # -- thinking ahead --------------------------------------------------------------------------
 
@@ -483,38 +501,78 @@ class Pager:
         """Load ahead and write back early, as far as the plan and the lines allow."""
         assert self.prefetcher is not None
         transfers, tuning = self.transfers, self.tuning
-        room_bytes = self._flight_bytes - transfers.in_flight_bytes
         stores = tuning.early_stores - len(transfers.storing)
-        loads = self._load_ahead(room_bytes) if room_bytes > 0 else True
-        if tuning.early_write_back and stores > 0 and loads:
+        scarce = self._load_ahead()
+        if tuning.early_write_back and stores > 0 and scarce:
             self._clean(stores)
 
-    def _load_ahead(self, room_bytes: int) -> bool:
+    def _line_is_fed(self) -> bool:
+        """Whether what is in flight keeps the way in busy until the next hook.
+
+        More would take frames from pages that are used until then. Under a schedule it takes them
+        only from pages that leave.
+        """
+        transfers = self.transfers
+        order, place = self.library.order, self.library.position
+        scheduled = self.prefetcher is not None and self.prefetcher.scheduled
+        if scheduled:
+            return transfers.in_flight_bytes >= 2 * self._flight_bytes
+        if not transfers.bytes_per_ns or order is None or place < 0:
+            return transfers.in_flight_bytes >= self._flight_bytes
+        return transfers.in_busy_ns >= order.entries[place].dur_ns
+
+    def _load_ahead(self) -> bool:
         """Loads what the plan wants; returns whether it wants more than there is room for."""
         transfers, prefetcher, table = self.transfers, self.prefetcher, self.table
         assert prefetcher is not None
+        if self._line_is_fed():
+            return True
         items = None
         if self.tuning.max_items is not None:
             items = self.tuning.max_items - transfers.num_resident - len(transfers.loading)
-        room = Room(transfers.available, room_bytes, items, self._reserve)
-        now = self.library.now_ns
+        room = Room(transfers.available, items)
+        now, until, scheduled = self.library.now_ns, prefetcher.until, prefetcher.scheduled
+        later_than = LEAVES_NS
         for page in prefetcher.wanted():
+            room.reserve = self._frames_to_reserve()
+            if not scheduled:
+                later_than = now + self._margin * (float(until[page]) - now)
             victims = choose_load(
-                table, page, self._queue, prefetcher.until, now, room, self._margin
+                table, page, self._queue, until, later_than, room, clean_first=scheduled
             )
             if victims is None:
                 return True
             self._evict(victims)
-            transfers.load(page, -1)
+            transfers.load(page, -1, room.reserve)
+            if self._line_is_fed():
+                return True
         return False
+
+    def _frames_to_reserve(self) -> int:
+        """Frames to leave for what will be made fresh before the page that is looked at."""
+        prefetcher = self.prefetcher
+        order, place = self.library.order, self.library.position
+        if order is None or place < 0:
+            return 0
+        here, dies = order.frames_to_create(place), order.entries[place].dies
+        if prefetcher is not None and prefetcher.scheduled:
+            ahead = prefetcher.fresh_until_cursor()
+        else:
+            ahead = order.frames_to_create(place + 1)
+        if not self._created:
+            return max(here, ahead) if dies else here + ahead
+        return max(ahead - here, 0) if dies else ahead
 
     def _clean(self, stores: int) -> None:
         """Write back early what will have to go for the loads ahead."""
-        transfers = self.transfers
+        transfers, prefetcher = self.transfers, self.prefetcher
+        victims: Iterable[int] = self._queue.first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
+        if prefetcher is not None and prefetcher.scheduled:
+            until = prefetcher.until
+            victims = takewhile(lambda page: until[page] > LEAVES_NS, victims)
+            frames = transfers.num_frames
         if frames > 0:
-            chosen = choose_write_backs(
-                self.table, self._queue.first(), transfers.storing, frames, stores
-            )
+            chosen = choose_write_backs(self.table, victims, transfers.storing, frames, stores)
             for page in chosen:
                 transfers.store(page, early=True)

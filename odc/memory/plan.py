@@ -29,6 +29,7 @@ from odc.memory.orders import Entry, OrderLibrary, RecordedOrder
 from odc.memory.scores import SetScorer
 from odc.memory.stations import Visit
 
+LEAVES_NS = 1e15  # added to the time of a page that a schedule lets go
 UNKNOWN_NS = 1e17  # nothing is known of the page's next use; less for what was used later
 _UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
 _SOONEST_NS = 1000.0  # a use is never nearer: keeps 1 / time finite
@@ -43,12 +44,15 @@ class Prefetcher(Protocol):
     """Where knowledge of the future comes from. Whatever it says, nothing but time can be lost.
 
     Attributes:
-        until: (num_pages,) float64, when each page is used next; only order counts.
+        until: (num_pages,) float64, when each page is used next; only order counts. From
+            ``LEAVES_NS`` on the page is to leave, or nothing is known of its next use.
         version: changes when many of them did.
+        scheduled: a schedule says what leaves; only that makes room for loads ahead.
     """
 
     until: np.ndarray
     version: int
+    scheduled: bool
 
     def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
         """A visit began. ``remaining``: members of its set that will run, in order.
@@ -103,6 +107,11 @@ class OrderPrefetcher:
         count = len(self.table.pages)
         self.until = np.full(count, UNKNOWN_NS)
         self.version = 0
+        self.scheduled = False
+        self._leaves: list[list[frozenset[int]]] = []  # of this pass, then of those before it
+        self._cycle: list[RecordedOrder] = []  # the orders that these belong to
+        self._schedule: object = None
+        self._anew = False  # the schedule has changed
         self._later = np.full(count, UNKNOWN_NS)  # of pages of sets: after the visit that runs
         self._in_set = bytearray(count)
         self._station: list[int] = [-1] * count  # of pages of sets
@@ -174,6 +183,12 @@ class OrderPrefetcher:
             return UNKNOWN_NS - _UNKNOWN_STEP * self._uses
         if self._in_set[page]:
             return float(self._later[page])
+        time = self._time_of(page, order)
+        return time + LEAVES_NS if self.scheduled and self._has_to_leave(page, order) else time
+
+    def _time_of(self, page: int, order: RecordedOrder) -> float:
+        """When a page outside sets is used next."""
+        library = self.library
         uses = order.at[page]
         after = library.end_ns + self._after[page]
         if not uses:
@@ -188,6 +203,30 @@ class OrderPrefetcher:
                 return time
             return _mean_time(library.now_ns, chance, time, after)
         return after
+
+    def _has_to_leave(self, page: int, order: RecordedOrder) -> bool:
+        """Whether the schedule lets a page go after its last use."""
+        uses = order.at[page]
+        at = bisect_right(uses, self.library.position)
+        if at:
+            return page in self._leaves[0][uses[at - 1]]
+        for number in (*range(1, len(self._cycle)), 0):
+            uses = self._cycle[number].at[page]
+            if uses:
+                return page in self._leaves[number][uses[-1]]
+        return False
+
+    def follow(self, schedule: object, leaves: list[list[frozenset[int]]]) -> None:
+        """Take a schedule for the pass that begins; its passes recur in a cycle.
+
+        Args:
+            schedule: what tells it from others; None for no schedule.
+            leaves: for this pass and those before it, the last one first, and for each place, the
+                pages that leave after their use there.
+        """
+        self._anew = self._anew or schedule is not self._schedule
+        self._schedule, self._leaves = schedule, leaves
+        self.scheduled = schedule is not None
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
         """Hold the scores of set members until their set is visited; other groups are certain."""
@@ -221,6 +260,8 @@ class OrderPrefetcher:
             self._starts.append(start)
             start += order.total_ns
         follows = library.as_expected and bool(passed) and before[1:] == self._chain[:-1]
+        follows, self._anew = follows and not self._anew, False
+        self._cycle = [self._orders[-n % len(self._leaves)] for n in range(len(self._leaves))]
         self._after = self._first_uses()
         if not follows:
             self._cursor = 0
@@ -286,6 +327,10 @@ class OrderPrefetcher:
         if library.position >= 0:
             for page in order.uses[library.position]:
                 times[page] = library.now_ns
+        if self.scheduled:
+            for page, time in enumerate(times):
+                if self._has_to_leave(page, order):
+                    times[page] = time + LEAVES_NS
         outside = np.frombuffer(self._in_set, bool) == 0
         self.until[outside] = np.array(times)[outside]
         self.version += 1
@@ -398,6 +443,19 @@ class OrderPrefetcher:
             scores[member] = score
         return scores
 
+    def fresh_until_cursor(self) -> int:
+        """Frames of what the visits ahead, up to the one looked at, will make fresh."""
+        lasting, dying = 0, 0
+        for cycle, order in enumerate(self._orders):
+            low = self.library.position + 1 if cycle == 0 else 0
+            high = min(len(order.entries), self._cursor - self._offsets[cycle] + 1)
+            if high <= low:
+                break
+            lasting += order.lasting_fresh[high] - order.lasting_fresh[low]
+            if order.dying_fresh[high] > order.dying_fresh[low]:
+                dying = max(dying, order.most_dying)
+        return lasting + dying
+
     # -- the wish list ---------------------------------------------------------------------------
 
     def wanted(self) -> Iterator[int]:
@@ -426,6 +484,8 @@ class OrderPrefetcher:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
         for page in self.table.left:
             self._cursor = min(self._cursor, self._next_serial(page))
+            if LEAVES_NS <= self.until[page] < UNKNOWN_NS / 8:
+                self.until[page] -= LEAVES_NS  # it has left; when it comes back it stays
         self.table.left.clear()
         self._cursor = max(self._cursor, self.library.position)
 
@@ -502,6 +562,7 @@ class NextKPrefetcher:
         self.k = k
         self.until = np.full(len(self.table.pages), UNKNOWN_NS)
         self.version = 0
+        self.scheduled = False
         parameters = [p.page for p in self.table.pages if p.kind == Kind.PARAMETER]
         self._parameters = np.array(parameters, np.int64)
         self._uses = 0

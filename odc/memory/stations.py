@@ -35,7 +35,10 @@ class Visit:
     Attributes:
         station, phase: what recurs.
         kinds: bit set of kinds whose content was needed (a fresh gradient's was not).
-        creates: bit set of kinds that were made fresh.
+        creates, writes: bit sets of kinds that were made fresh, and that were changed.
+        at_ns: by kind, compute from the beginning of the visit to its first need.
+        held_ns: compute from the beginning of the visit to its last release.
+        span: visits that began while its pages were held.
         dies: what was made fresh was dropped in the same visit.
         used: (num_members,) bool, the members needed; None for a single group.
         order: members in the order they ran.
@@ -47,6 +50,10 @@ class Visit:
     phase: int
     kinds: int = 0
     creates: int = 0
+    writes: int = 0
+    at_ns: list[float] = field(default_factory=lambda: [0.0] * len(Kind))
+    held_ns: float = 0.0
+    span: int = 0
     dies: bool = False
     used: np.ndarray | None = None
     order: list[int] = field(default_factory=list)
@@ -58,10 +65,15 @@ class Visit:
         return visit_key(self.station, self.phase)
 
     def note(self, kind: int, op: int, member: int) -> None:
-        if op == Op.READ or op == Op.WRITE:
-            self.kinds |= 1 << kind
-        elif op == Op.CREATE:
-            self.creates |= 1 << kind
+        bit = 1 << kind
+        if not (self.kinds | self.creates) & bit:
+            self.at_ns[kind] = self.dur_ns
+        if op == Op.CREATE:
+            self.creates |= bit
+        else:
+            self.kinds |= bit
+        if op != Op.READ:
+            self.writes |= bit
         if self.used is not None and not self.used[member]:
             self.used[member] = True
             self.order.append(member)

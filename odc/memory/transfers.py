@@ -29,6 +29,13 @@ def _failed(ticket: Ticket) -> bool:
     return ticket.done_ns >= 0 and ticket.error is not None
 
 
+def _smoothed(rate: float, num_bytes: int, dur_ns: int) -> float:
+    """A rate with one more transfer in it."""
+    if dur_ns <= 0:
+        return rate
+    return rate + (0.1 if rate else 1.0) * (num_bytes / dur_ns - rate)
+
+
 class TimedEngine(TransferEngine, Protocol):
     """An engine and the clock it lives in."""
 
@@ -77,6 +84,8 @@ class Transfers:
         self.prefetched: set[int] = set()
         self.arrived: list[int] = []  # pages that became evictable; the pager clears it
         self.bytes_per_ns = 0.0  # of the way in, as measured
+        self.bytes_out_per_ns = 0.0
+        self._in_busy_until_ns = 0.0  # by that rate
         self.num_resident = 0
         self._demanded: dict[int, int] = {}  # page -> seq of the need that a load serves
         self._coming: deque[tuple[Ticket, int]] = deque()
@@ -95,14 +104,22 @@ class Transfers:
         """Bytes of frames that pages hold, have booked, or have not yet given back."""
         return (self.num_frames - self.free) * FRAME_BYTES
 
+    @property
+    def in_busy_ns(self) -> float:
+        """How long the way in will be busy with what is in flight."""
+        if not self.loading:
+            return 0.0
+        return max(self._in_busy_until_ns - self.engine.now_ns(), 0.0)
+
     # -- books ---------------------------------------------------------------------------------
 
-    def _book(self, page: int) -> tuple[Ticket, ...]:
-        need = int(self.table.num_frames[page])
+    def _book(self, page: int, spare: int = 0) -> tuple[Ticket, ...]:
+        """Take frames for a page, the last ``spare`` free ones only if nothing else is coming."""
+        need = self.table.frames[page]
         assert need <= self.available, f"page {page}: {need} frames, {self.available} available"
         booking: _Booking = []
-        taken = min(need, self.free)
-        if taken:
+        taken = min(need, max(self.free - spare, need - self._coming_frames))
+        if taken > 0:
             self.free -= taken
             booking.append((None, taken))
             need -= taken
@@ -135,9 +152,15 @@ class Transfers:
 
     # -- the way in ----------------------------------------------------------------------------
 
-    def load(self, page: int, seq: int) -> None:
-        """Load a page; ``seq`` is the need it serves, -1 for a prefetch."""
-        after = self._book(page)
+    def load(self, page: int, seq: int, spare: int = 0) -> None:
+        """Load a page.
+
+        Args:
+            page: the page.
+            seq: the need it serves, -1 for a prefetch.
+            spare: free frames that should be left, if others are on their way.
+        """
+        after = self._book(page, spare)
         priority = Priority.NORMAL if seq < 0 else Priority.URGENT
         ticket = self.engine.submit(CommandKind.LOAD, self.table.pages[page], after, priority)
         self.table.set_state(page, PageState.LOADING)
@@ -145,6 +168,10 @@ class Transfers:
         num_bytes = self.table.pages[page].num_bytes
         self.in_flight_bytes += num_bytes
         self.bytes_in += num_bytes
+        if self.bytes_per_ns:
+            now = float(self.engine.now_ns())
+            start = max(self._in_busy_until_ns, now) if len(self.loading) > 1 else now
+            self._in_busy_until_ns = start + num_bytes / self.bytes_per_ns
         if seq < 0:
             self.prefetched.add(page)
         else:
@@ -176,11 +203,7 @@ class Transfers:
         self.num_resident += 1
         if ticket.kind == CommandKind.LOAD:
             num_bytes = table.pages[page].num_bytes
-            if ticket.dur_ns > 0:
-                rate = num_bytes / ticket.dur_ns
-                self.bytes_per_ns += (0.1 if self.bytes_per_ns else 1.0) * (
-                    rate - self.bytes_per_ns
-                )
+            self.bytes_per_ns = _smoothed(self.bytes_per_ns, num_bytes, ticket.dur_ns)
             self.in_flight_bytes -= num_bytes
             seq = self._demanded.pop(page, -1)
             act = Act.PREFETCH if page in self.prefetched else Act.LOAD
@@ -361,6 +384,8 @@ class Transfers:
     def _stored(self, page: int, storing: _Storing) -> None:
         num_bytes = self.table.pages[page].num_bytes
         self.out_flight_bytes -= num_bytes
+        ticket = storing.ticket
+        self.bytes_out_per_ns = _smoothed(self.bytes_out_per_ns, num_bytes, ticket.dur_ns)
         if storing.generation == self._generation[page]:
             self.table.is_dirty[page] = False
         act = Act.EARLY_WRITE_BACK if storing.early else Act.WRITE_BACK

@@ -1,0 +1,127 @@
+"""Rehearsals: when to look for a schedule, and when to follow it.
+
+At the beginning of a pass the expected chain of contexts is looked at. If it is a cycle of passes
+that are known and need the same pages each time, its schedule is found once and followed as long
+as orders, capacity and the rates of the link stay what they were. The search is bounded; beside a
+real device it runs in a thread of its own, and the pass goes on without a schedule meanwhile.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from odc.memory.orders import OrderLibrary, RecordedOrder
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.schedule import Cycle, Rates, Schedule
+from odc.memory.transfers import Transfers
+
+_CHANGED = 0.2  # rates that differ by more than this share make a schedule stale
+_LONGEST = 4  # passes of a cycle
+_KEPT = 64  # schedules that are remembered
+
+_Key = tuple[tuple[tuple[int, int], ...], int]
+
+
+class Rehearsal:
+    """Finds schedules for a prefetcher.
+
+    Args:
+        library: recorded orders.
+        prefetcher: follows the schedules.
+        aside: search in a thread of its own.
+    """
+
+    def __init__(self, library: OrderLibrary, prefetcher: OrderPrefetcher, aside: bool) -> None:
+        self.library = library
+        self.prefetcher = prefetcher
+        self._pool = ThreadPoolExecutor(1, "odc-rehearsal") if aside else None
+        self._found: dict[_Key, tuple[Rates, Schedule | None]] = {}
+        self._pending: tuple[_Key, Rates, Future[Schedule | None]] | None = None
+
+    def begin_pass(self, transfers: Transfers) -> None:
+        """A pass has begun: give the prefetcher its schedule, or none."""
+        contexts = self._cycle()
+        rates = self._rates(transfers)
+        if not contexts or rates is None:
+            self.prefetcher.follow(None, [])
+            return
+        first = min(range(len(contexts)), key=lambda n: contexts[n:] + contexts[:n])
+        turned = contexts[first:] + contexts[:first]
+        orders = [self.library.orders[ctx] for ctx in turned]
+        key = (
+            tuple((ctx, o.compiled) for ctx, o in zip(turned, orders, strict=True)),
+            transfers.num_frames,
+        )
+        schedule = self._schedule(key, orders, rates)
+        if schedule is None:
+            self.prefetcher.follow(None, [])
+            return
+        place = -first % len(contexts)
+        leaves = [schedule.leaves[(place - n) % len(contexts)] for n in range(len(contexts))]
+        self.prefetcher.follow(schedule, leaves)
+
+    def _cycle(self) -> tuple[int, ...]:
+        """The contexts that recur from this pass on; () if their orders cannot be rehearsed."""
+        library = self.library
+        chain = (library.ctx, *library.chain)
+        longest = min(_LONGEST, len(chain) // 2)
+        length = next(
+            (
+                n
+                for n in range(1, longest + 1)
+                if all(ctx == chain[at % n] for at, ctx in enumerate(chain))
+            ),
+            1,
+        )
+        for ctx in chain[:length]:
+            order = library.orders.get(ctx)
+            if order is None or order.of_station or not order.entries:
+                return ()
+        return chain[:length]
+
+    @staticmethod
+    def _rates(transfers: Transfers) -> Rates | None:
+        load = transfers.bytes_per_ns
+        if not load:
+            return None
+        return Rates(1.0 / load, 1.0 / (transfers.bytes_out_per_ns or load))
+
+    def _schedule(
+        self, key: _Key, orders: list[RecordedOrder], rates: Rates
+    ) -> Schedule | None:
+        self._collect()
+        known = self._found.get(key)
+        if known is not None and _are_close(known[0], rates):
+            return known[1]
+        stale = known[1] if known is not None else None
+        if self._pool is None:
+            self._keep(key, rates, self._cycle_of(key, orders, rates).search())
+            return self._found[key][1]
+        if self._pending is None:
+            cycle = self._cycle_of(key, orders, rates)
+            self._pending = (key, rates, self._pool.submit(cycle.search))
+        return stale
+
+    def _cycle_of(self, key: _Key, orders: list[RecordedOrder], rates: Rates) -> Cycle:
+        return Cycle(self.library.stations.table, orders, key[1], rates)
+
+    def _collect(self) -> None:
+        if self._pending is not None and self._pending[2].done():
+            key, rates, future = self._pending
+            self._pending = None
+            self._keep(key, rates, future.result())
+
+    def _keep(self, key: _Key, rates: Rates, schedule: Schedule | None) -> None:
+        if len(self._found) >= _KEPT:
+            self._found.pop(next(iter(self._found)))
+        self._found[key] = (rates, schedule)
+
+    def close(self) -> None:
+        """Stop searching."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _are_close(a: Rates, b: Rates) -> bool:
+    pairs = ((a.load, b.load), (a.store, b.store))
+    return all(abs(x - y) <= _CHANGED * max(x, y) for x, y in pairs)

@@ -1,0 +1,383 @@
+"""Schedules: which pages leave after which use, found by rehearsing a recorded cycle.
+
+Loading the soonest absent page as early as any victim allows is right while the link has time to
+spare. On a busy link it costs: a page is pushed out for one that could have waited, and is loaded
+once more. Where a cycle of passes is known and needs the same pages each time, that choice is
+made beforehand. Between two uses a page is *kept* or *leaves*; the choice for all of them is a
+schedule. Loads then run in the order of need, each as early as a page that leaves makes room, and
+dirty pages that leave are written at once: they will not change again.
+
+``decode`` tells how long a cycle takes under a schedule, on two lines and with given rates. The
+search begins with the schedules of fewest loads (L. A. Belady, 1966, run around the cycle with some
+frames set aside so that loads overlap) and improves the best by local moves: keep what was waited
+for, let something else go. It is deterministic, and its work is bounded.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from odc.memory.events import Kind
+from odc.memory.orders import Entry, RecordedOrder
+from odc.memory.pages import PageTable
+
+_WORK = 250_000  # uses that a search may decode: about a third of a second
+_MOVES = 600
+_ROUNDS = 2  # of a cycle that is decoded: the second counts
+_SLACKS = (0, 1, 2, 3, 4)  # frames set aside, in units of the largest page
+_AIMED = 0.7  # share of moves that keep a page that was waited for
+_Keep = list[bool]
+
+
+@dataclass(slots=True)
+class _Use:
+    """A page in use: from an event to another."""
+
+    page: int
+    end: int
+    created: bool
+    dirties: bool
+    dies: bool
+
+
+@dataclass(slots=True)
+class _Event:
+    """A moment at which pages are needed, and the computation behind it."""
+
+    place: tuple[int, int]  # number of the order, place in it
+    uses: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    compute_ns: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of the two lines, ns a byte."""
+
+    load: float
+    store: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What leaves, and what that takes.
+
+    Attributes:
+        leaves: by order of the cycle and place in it, the pages that leave when this use ends.
+        cycle_ns: time of a cycle, as decoded.
+        compute_ns: computation in it.
+        loads: pages loaded in a cycle.
+    """
+
+    leaves: list[list[frozenset[int]]]
+    cycle_ns: float
+    compute_ns: float
+    loads: float
+
+
+class Cycle:
+    """Passes that follow each other for ever, as events and uses.
+
+    Args:
+        table: pages and their sizes.
+        orders: recorded orders of the passes, none of which visits a set.
+        num_frames: capacity.
+        rates: of the lines.
+    """
+
+    def __init__(
+        self, table: PageTable, orders: Sequence[RecordedOrder], num_frames: int, rates: Rates
+    ) -> None:
+        self.table, self.orders = table, orders
+        self.frames = table.frames
+        pinned = {
+            p
+            for group, spec in enumerate(table.groups)
+            if spec.pinned
+            for p in table.of(group, Kind.PARAMETER)
+        }
+        self.num_frames = num_frames - sum(self.frames[p] for p in pinned)
+        self._pinned = pinned
+        self.load_ns = [p.num_bytes * rates.load for p in table.pages]
+        self.store_ns = [p.num_bytes * rates.store for p in table.pages]
+        self.uses: list[_Use] = []
+        self.events: list[_Event] = []
+        for number, order in enumerate(orders):
+            self._add_order(number, order)
+        self.compute_ns = sum(e.compute_ns for e in self.events)
+        self._link()
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def _add_order(self, number: int, order: RecordedOrder) -> None:
+        ends: dict[int, list[int]] = {}  # place at which uses end
+        for place, entry in enumerate(order.entries):
+            station = order.stations.stations[entry.station]
+            moments = sorted(
+                {entry.at_ns[k] for k in Kind if (entry.kinds | entry.creates) >> k & 1} | {0.0}
+            )
+            opened: dict[int, int] = {}
+            held_ns = min(max(entry.held_ns, moments[-1]), entry.dur_ns)
+            for at_ns, next_ns in zip(moments, [*moments[1:], held_ns], strict=True):
+                event = _Event((number, place), compute_ns=max(next_ns - at_ns, 0.0))
+                self._open(event, entry, station.groups[0], at_ns, opened)
+                self.events.append(event)
+            ends.setdefault(place + entry.span, []).extend(opened.values())
+            for use in ends.pop(place, []):
+                self.uses[use].end = len(self.events) - 1
+                event.ends.append(use)
+            rest = max(entry.dur_ns - held_ns, 0.0)
+            self.events.append(_Event((number, place), compute_ns=rest))
+        for left in ends.values():  # held to the end of the pass
+            for use in left:
+                self.uses[use].end = len(self.events) - 1
+                self.events[-1].ends.append(use)
+
+    def _open(
+        self, event: _Event, entry: Entry, group: int, at_ns: float, opened: dict[int, int]
+    ) -> None:
+        for kind in Kind:
+            bit = 1 << kind
+            if not (entry.kinds | entry.creates) & bit or entry.at_ns[kind] != at_ns:
+                continue
+            for page in self.table.of(group, kind):
+                if page in self._pinned:
+                    continue
+                dirties = bool(entry.writes & bit)
+                created = bool(entry.creates & bit and not self.table.groups[group].compact)
+                if page in opened:
+                    self.uses[opened[page]].dirties |= dirties
+                    continue
+                opened[page] = len(self.uses)
+                event.uses.append(opened[page])
+                dies = bool(created and entry.dies)
+                self.uses.append(_Use(page, 0, created, dirties, dies))
+
+    def _link(self) -> None:
+        by_page: dict[int, list[int]] = {}
+        first_event = {u: e for e, event in enumerate(self.events) for u in event.uses}
+        for number, use in enumerate(self.uses):
+            by_page.setdefault(use.page, []).append(number)
+        self.before = [0] * len(self.uses)
+        self.next = [0] * len(self.uses)
+        for numbers in by_page.values():
+            for at, number in enumerate(numbers):
+                self.before[number] = numbers[at - 1]
+                self.next[number] = numbers[(at + 1) % len(numbers)]
+        self._start = [first_event[u] for u in range(len(self.uses))]
+        self._around = [u for u in range(len(self.uses)) if self.next[u] <= u]
+
+    # -- decoding --------------------------------------------------------------------------------
+
+    def decode(
+        self, keep: _Keep, waits: list[int] | None = None
+    ) -> tuple[float, float] | None:
+        """Time and loads of a cycle under a schedule; None if it does not fit.
+
+        Args:
+            keep: for each use, whether its page stays until its next use.
+            waits: takes the uses that were waited for.
+        """
+        uses, frames = self.uses, self.frames
+        room = self.num_frames - sum(
+            frames[uses[u].page] for u in self._around if keep[u] and not uses[u].dies
+        )
+        if room < 0:
+            return None
+        lines = _Lines(self, room)
+        start = 0.0
+        for turn in range(_ROUNDS):
+            if turn == _ROUNDS - 1:
+                start = lines.now
+            for event in self.events:
+                if not lines.run(event, keep, waits):
+                    return None
+        return lines.now - start, lines.loads / _ROUNDS
+
+    # -- the fewest loads ------------------------------------------------------------------------
+
+    def fewest_loads(self, spare_frames: int) -> _Keep | None:
+        """Belady's choice around the cycle, with some frames set aside; None if that is too few."""
+        keep = [True] * len(self.uses)
+        here: dict[int, int] = {}  # page -> its last use
+        pinned: set[int] = set()
+        farthest: list[tuple[float, int, int]] = []  # (-next use, page, use)
+        free = self.num_frames - spare_frames
+        for turn in range(3):
+            for number, event in enumerate(self.events):
+                for u in event.uses:
+                    page = self.uses[u].page
+                    if page not in here:
+                        free -= self.frames[page]
+                    here[page] = u
+                    pinned.add(page)
+                while free < 0:
+                    if not farthest:
+                        return None
+                    _, page, u = heapq.heappop(farthest)
+                    if here.get(page) == u and page not in pinned:
+                        keep[u] = False
+                        del here[page]
+                        free += self.frames[page]
+                for u in event.ends:
+                    page = self.uses[u].page
+                    pinned.discard(page)
+                    if self.uses[u].dies:
+                        free += self.frames[page]
+                        here.pop(page, None)
+                        continue
+                    keep[u] = True
+                    there = self._start[self.next[u]]
+                    turns = turn + (there <= number)
+                    heapq.heappush(farthest, (-(turns * len(self.events) + there), page, u))
+        return keep
+
+    # -- the search ------------------------------------------------------------------------------
+
+    def search(self, seed: int = 0) -> Schedule | None:
+        """The best schedule found; None if none fits."""
+        largest = max((self.frames[u.page] for u in self.uses), default=1)
+        best: tuple[float, float] | None = None
+        keep: _Keep = []
+        for slack in _SLACKS:
+            tried = self.fewest_loads(slack * largest)
+            found = self.decode(tried) if tried is not None else None
+            if tried is not None and found is not None and (best is None or found < best):
+                best, keep = found, tried
+        if best is None:
+            return None
+        keep, best = self._improve(keep, best, random.Random(seed))
+        return self._schedule(keep, best)
+
+    def _improve(
+        self, keep: _Keep, best: tuple[float, float], rng: random.Random
+    ) -> tuple[_Keep, tuple[float, float]]:
+        lasting = [u for u in range(len(self.uses)) if not self.uses[u].dies]
+        waits: list[int] = []
+        self.decode(keep, waits)
+        moves = min(_MOVES, _WORK // (_ROUNDS * max(len(self.uses), 1)))
+        for _ in range(moves):
+            if best[0] <= self.compute_ns * (1 + 1e-9) and not waits:
+                break
+            tried = self._move(keep, waits, lasting, rng)
+            now_waits: list[int] = []
+            found = self.decode(tried, now_waits)
+            if found is not None and found <= best:
+                best, keep, waits = found, tried, now_waits
+        return keep, best
+
+    def _move(
+        self, keep: _Keep, waits: list[int], lasting: list[int], rng: random.Random
+    ) -> _Keep:
+        """A neighbour: something is kept that was waited for, something else leaves."""
+        tried = keep[:]
+        if waits and rng.random() < _AIMED:
+            wanted = self.before[rng.choice(waits)]
+        else:
+            wanted = rng.choice(lasting)
+        kind = rng.random()
+        if kind < 0.85:
+            tried[wanted] = True
+        if kind >= 0.1:
+            for _ in range(8):
+                other = rng.choice(lasting)
+                if tried[other] and other != wanted:
+                    tried[other] = False
+                    break
+        return tried
+
+    def _schedule(self, keep: _Keep, best: tuple[float, float]) -> Schedule:
+        leaves: list[list[set[int]]] = [[set() for _ in order.entries] for order in self.orders]
+        for event in self.events:
+            number, place = event.place
+            for u in event.uses:
+                if not keep[u] and not self.uses[u].dies:
+                    leaves[number][place].add(self.uses[u].page)
+        frozen = [[frozenset(pages) for pages in order] for order in leaves]
+        return Schedule(frozen, best[0], self.compute_ns, best[1])
+
+
+class _Lines:
+    """The two lines and the frames while a schedule is decoded."""
+
+    __slots__ = (
+        "cycle",
+        "dirty",
+        "frames_ns",
+        "free",
+        "freed",
+        "left_ns",
+        "load_ns",
+        "loads",
+        "now",
+        "store_ns",
+    )
+
+    def __init__(self, cycle: Cycle, room: int) -> None:
+        self.cycle = cycle
+        self.now = 0.0
+        self.load_ns = 0.0  # the way in is busy until then
+        self.store_ns = 0.0
+        self.frames_ns = 0.0  # when the last frame that was taken became free
+        self.free = room
+        self.freed: list[tuple[float, int]] = []
+        self.left_ns = [0.0] * len(cycle.frames)
+        self.dirty = bytearray(len(cycle.frames))
+        self.loads = 0
+
+    def run(self, event: _Event, keep: _Keep, waits: list[int] | None) -> bool:
+        """One event; False if there is no room for what it needs."""
+        cycle = self.cycle
+        ready = self.now
+        for u in event.uses:
+            use, last = cycle.uses[u], cycle.before[u]
+            here = keep[last] and not cycle.uses[last].dies
+            if use.created or not here:
+                if not self._take(cycle.frames[use.page]):
+                    return False
+                if use.created:
+                    ready = max(ready, self.frames_ns)
+                else:
+                    self._load(use.page)
+                    if self.load_ns > ready:
+                        ready = self.load_ns
+                        if waits is not None:
+                            waits.append(u)
+            if use.dirties:
+                self.dirty[use.page] = 1
+        self.now = ready + event.compute_ns
+        for u in event.ends:
+            self._end(u, keep[u])
+        return True
+
+    def _take(self, count: int) -> bool:
+        while self.free < count:
+            if not self.freed:
+                return False
+            when, frames = heapq.heappop(self.freed)
+            self.free += frames
+            if when > self.frames_ns:
+                self.frames_ns = when
+        self.free -= count
+        return True
+
+    def _load(self, page: int) -> None:
+        start = max(self.load_ns, self.frames_ns, self.left_ns[page])
+        self.load_ns = start + self.cycle.load_ns[page]
+        self.loads += 1
+
+    def _end(self, u: int, kept: bool) -> None:
+        use = self.cycle.uses[u]
+        if kept and not use.dies:
+            return
+        when = self.now
+        if self.dirty[use.page]:
+            self.dirty[use.page] = 0
+            if not use.dies:
+                self.store_ns = max(self.store_ns, self.now) + self.cycle.store_ns[use.page]
+                when = self.store_ns
+        self.left_ns[use.page] = when
+        heapq.heappush(self.freed, (when, self.cycle.frames[use.page]))
