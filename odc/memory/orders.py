@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _FORWARD = frozenset(int(p) for p in FORWARD_PHASES)
 _MIRRORED = frozenset((int(Phase.BACKWARD), int(Phase.RECOMPUTE)))
+CERTAIN = 0.95  # entries that are skipped less often count as certain
 _LEAST_RATE = 0.05  # how fast chances follow once many passes were seen
 _FORGOTTEN = 0.01  # an entry less likely than this is dropped from its order
 _SMOOTH = 0.3  # weight of the last pass in durations
@@ -44,7 +45,7 @@ class Entry:
     """A visit of a recorded order.
 
     Attributes:
-        station, phase, kinds, creates, writes, at_ns, held_ns, span, dies: as in ``Visit``.
+        station, phase, kinds, creates, writes, drops, at_ns, held_ns, span: as in ``Visit``.
         dur_ns: compute until the next visit, smoothed over passes.
         chance: share of passes that made it, the recent ones counting more.
         used, order: members of the last visit of a set.
@@ -60,7 +61,7 @@ class Entry:
     at_ns: list[float] = field(default_factory=lambda: [0.0] * len(Kind))
     held_ns: float = 0.0
     span: int = 0
-    dies: bool = False
+    drops: int = 0
     used: np.ndarray | None = None
     order: list[int] = field(default_factory=list)
 
@@ -68,9 +69,14 @@ class Entry:
     def key(self) -> int:
         return visit_key(self.station, self.phase)
 
+    @property
+    def dies(self) -> bool:
+        """Whether what the entry makes fresh dies in it."""
+        return bool(self.creates) and not self.creates & ~self.drops
+
     def take(self, visit: Visit) -> None:
         """How the entry was visited this time."""
-        self.creates, self.writes, self.dies = visit.creates, visit.writes, visit.dies
+        self.creates, self.writes, self.drops = visit.creates, visit.writes, visit.drops
         self.span = visit.span
         share = _SMOOTH if self.held_ns or any(self.at_ns) else 1.0
         self.held_ns += share * (visit.held_ns - self.held_ns)
@@ -89,7 +95,8 @@ class RecordedOrder:
         total_ns: compute of a pass.
         longest_ns: the most compute between two visits.
         uses: for each entry of a single group, its pages; () for a set.
-        at: for each page, the entries of single groups that use it, ascending.
+        at: for each page, the entries of single groups that need its content, ascending.
+        held_at: for each page, those and the ones that make it fresh.
         mirror: for each backward entry, the forward entry it mirrors; -1 for none.
         of_station: entries of each set's station, ascending.
         lasting_fresh, dying_fresh: before each entry, the frames that entries make fresh and that
@@ -111,6 +118,7 @@ class RecordedOrder:
         self.total_ns = 0.0
         self.uses: list[tuple[int, ...]] = []
         self.at: list[list[int]] = [[] for _ in stations.table.pages]
+        self.held_at: list[list[int]] = self.at
         self.mirror: list[int] = []
         self.of_station: dict[int, list[int]] = {}
         self._places: dict[int, list[int]] = {}
@@ -186,6 +194,7 @@ class RecordedOrder:
         self.start_ns, self.total_ns = [], 0.0
         self.uses, self.mirror = [], []
         self.at = [[] for _ in stations.table.pages]
+        self.held_at = [[] for _ in stations.table.pages]
         self.of_station, self._places = {}, {}
         forward: dict[int, int] = {}
         for place, entry in enumerate(entries):
@@ -204,7 +213,14 @@ class RecordedOrder:
             self.uses.append(pages)
             for page in pages:
                 self.at[page].append(place)
+            for page in stations.member_pages(entry.station, entry.kinds | entry.creates):
+                self.held_at[page].append(place)
         self._sum_fresh()
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether every pass needs the same pages."""
+        return bool(self.entries) and not self.of_station and min(self._chances) >= CERTAIN
 
     def _sum_fresh(self) -> None:
         """Running sums of the frames that entries make fresh."""
@@ -265,6 +281,7 @@ class OrderLibrary:
         skipped: places that the visit that runs has left out.
         live: visits of the pass that runs.
         base_ns: the clock at the beginning of the pass.
+        past: the contexts that ran, this one the last.
         chain: the contexts expected after this one.
         passes: passes begun.
         as_expected: the pass that runs is the one that was expected, and no order has changed.
@@ -290,7 +307,7 @@ class OrderLibrary:
         self.tape: list[np.ndarray | None] = [None] * len(stations.sets)
         self.tape_order: list[list[int]] = [[] for _ in stations.sets]
         self.touched: list[np.ndarray | None] = [None] * len(stations.sets)
-        self._past: list[int] = []
+        self.past: list[int] = []
         self._followers: dict[tuple[int, ...], Counter[int]] = {}
 
     @property
@@ -312,7 +329,7 @@ class OrderLibrary:
         self.position = -1
         self.skipped = range(0)
         self.passes += 1
-        self._past = [*self._past[-_CONTEXTS_BACK + 1 :], ctx]
+        self.past = [*self.past[-_CONTEXTS_BACK + 1 :], ctx]
         self.as_expected = expected == ctx and not changed
         self.chain = self._expect()
         self.tape = [None] * len(self.tape)
@@ -330,14 +347,14 @@ class OrderLibrary:
 
     def _learn_follower(self) -> None:
         """The past, without the context that just ended, led to it."""
-        past, ended = self._past[:-1], self._past[-1]
+        past, ended = self.past[:-1], self.past[-1]
         for length in range(1, len(past) + 1):
             key = tuple(past[-length:])
             self._followers.setdefault(key, Counter())[ended] += 1
 
     def _expect(self) -> tuple[int, ...]:
         """The contexts that are likely to follow, from the longest past that was seen before."""
-        past, chain = list(self._past), []
+        past, chain = list(self.past), []
         for _ in range(_PASSES_AHEAD):
             ctx = past[-1]
             for length in range(len(past), 0, -1):

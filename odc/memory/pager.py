@@ -235,8 +235,8 @@ class Pager:
         if self.sink is not None:
             phase = self._visit.phase if self._visit is not None else Phase.OTHER
             self._write_need(group, kind, Op.DROP, 0, Phase(phase))
-        if self._visit is not None and self._visit.creates >> kind & 1:
-            self._visit.dies = True
+        if self._visit is not None:
+            self._visit.drops |= 1 << kind
         self._note_release(group)
         ids = self.table.of(group, kind)
         for page in ids:

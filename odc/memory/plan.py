@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from odc.memory.events import FORWARD_PHASES, Kind, Phase
-from odc.memory.orders import Entry, OrderLibrary, RecordedOrder
+from odc.memory.orders import CERTAIN, Entry, OrderLibrary, RecordedOrder
 from odc.memory.scores import SetScorer
 from odc.memory.stations import Visit
 
@@ -33,7 +33,6 @@ LEAVES_NS = 1e15  # added to the time of a page that a schedule lets go
 UNKNOWN_NS = 1e17  # nothing is known of the page's next use; less for what was used later
 _UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
 _SOONEST_NS = 1000.0  # a use is never nearer: keeps 1 / time finite
-_CERTAIN = 0.95  # entries that are skipped less often count as certain
 _THRESHOLD = 0.35  # least probability at which a page is worth loading ahead
 _KNOWN_CHAINS = 64  # chains of passes whose first uses are kept
 _SETS_AHEAD = 4  # sets whose new scores are taken in at once; the others when they come near
@@ -199,19 +198,19 @@ class OrderPrefetcher:
                 continue
             time = library.base_ns + order.start_ns[place]
             chance = order.entries[place].chance
-            if chance >= _CERTAIN or order.mirror[place] >= 0:
+            if chance >= CERTAIN or order.mirror[place] >= 0:
                 return time
             return _mean_time(library.now_ns, chance, time, after)
         return after
 
     def _has_to_leave(self, page: int, order: RecordedOrder) -> bool:
         """Whether the schedule lets a page go after its last use."""
-        uses = order.at[page]
+        uses = order.held_at[page]
         at = bisect_right(uses, self.library.position)
         if at:
             return page in self._leaves[0][uses[at - 1]]
         for number in (*range(1, len(self._cycle)), 0):
-            uses = self._cycle[number].at[page]
+            uses = self._cycle[number].held_at[page]
             if uses:
                 return page in self._leaves[number][uses[-1]]
         return False
@@ -308,7 +307,7 @@ class OrderPrefetcher:
         for place in reversed(places):
             time = start + order.start_ns[place]
             chance = order.entries[place].chance
-            certain = chance >= _CERTAIN or order.mirror[place] >= 0
+            certain = chance >= CERTAIN or order.mirror[place] >= 0
             for page in order.uses[place]:
                 times[page] = time if certain else _mean_time(now, chance, time, times[page])
 

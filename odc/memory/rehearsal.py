@@ -61,23 +61,28 @@ class Rehearsal:
         self.prefetcher.follow(schedule, leaves)
 
     def _cycle(self) -> tuple[int, ...]:
-        """The contexts that recur from this pass on; () if their orders cannot be rehearsed."""
+        """The contexts that recur from this pass on; () if their orders cannot be rehearsed.
+
+        They must have run just before: from another residency a schedule is a poor start.
+        """
         library = self.library
         chain = (library.ctx, *library.chain)
-        longest = min(_LONGEST, len(chain) // 2)
-        length = next(
-            (
-                n
-                for n in range(1, longest + 1)
-                if all(ctx == chain[at % n] for at, ctx in enumerate(chain))
-            ),
-            1,
-        )
-        for ctx in chain[:length]:
-            order = library.orders.get(ctx)
-            if order is None or order.of_station or not order.entries:
-                return ()
-        return chain[:length]
+        for length in range(1, _LONGEST + 1):
+            cycle = chain[:length]
+            near = length == 1 or len(chain) >= 2 * length  # one pass ahead is enough to be alone
+            seen = chain[: 2 if length == 1 else len(chain)]
+            if near and all(ctx == chain[at % length] for at, ctx in enumerate(seen)):
+                break
+        else:
+            return ()
+        before = tuple(library.past[-1 - length : -1])
+        if before != cycle or any(not self._is_certain(ctx) for ctx in cycle):
+            return ()
+        return cycle
+
+    def _is_certain(self, ctx: int) -> bool:
+        order = self.library.orders.get(ctx)
+        return order is not None and order.is_certain
 
     @staticmethod
     def _rates(transfers: Transfers) -> Rates | None:

@@ -153,7 +153,7 @@ class Cycle:
                     continue
                 opened[page] = len(self.uses)
                 event.uses.append(opened[page])
-                dies = bool(created and entry.dies)
+                dies = bool(entry.drops & bit)
                 self.uses.append(_Use(page, 0, created, dirties, dies))
 
     def _link(self) -> None:

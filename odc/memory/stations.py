@@ -35,11 +35,10 @@ class Visit:
     Attributes:
         station, phase: what recurs.
         kinds: bit set of kinds whose content was needed (a fresh gradient's was not).
-        creates, writes: bit sets of kinds that were made fresh, and that were changed.
+        creates, writes, drops: bit sets of kinds that were made fresh, changed, and let die.
         at_ns: by kind, compute from the beginning of the visit to its first need.
         held_ns: compute from the beginning of the visit to its last release.
         span: visits that began while its pages were held.
-        dies: what was made fresh was dropped in the same visit.
         used: (num_members,) bool, the members needed; None for a single group.
         order: members in the order they ran.
         dur_ns: compute from this visit to the next.
@@ -54,7 +53,7 @@ class Visit:
     at_ns: list[float] = field(default_factory=lambda: [0.0] * len(Kind))
     held_ns: float = 0.0
     span: int = 0
-    dies: bool = False
+    drops: int = 0
     used: np.ndarray | None = None
     order: list[int] = field(default_factory=list)
     dur_ns: float = 0.0
