@@ -28,7 +28,7 @@ A budget of 25% is a quarter of all parameters and moments and one gradient. r i
 page over the compute of an access to one. Measured steps begin with an empty device, behind
 some of warm-up; times are of all measured steps together. window: no schedule can be faster. best:
 a schedule as fast as this exists, found with the whole future known. LP: a tighter bound, for small
-workloads, or with --lp for up to 400 accesses (fewer --steps).
+workloads, or with --lp for up to 400 accesses (fewer --steps), which may take minutes.
 """
 
 
@@ -174,7 +174,7 @@ def _settings(case: "Case", args: argparse.Namespace) -> "Iterator[Setting]":
 
     ratios: Sequence[float | None] = [None]
     if args.r is not None or (args.link is None and args.run_dir is None):
-        ratios = _numbers(args.r or "0.5,1,2", "--r")
+        ratios = numbers(args.r or "0.5,1,2", "--r")
     bandwidth = None if args.link is None else float(parse_rate(args.link))
     for budget in args.budget.split(","):
         for r in ratios:
@@ -187,13 +187,18 @@ def _budget(word: str) -> float | int:
 
     if not word.endswith("%"):
         return parse_size(word)
-    share = _numbers(word[:-1], "--budget")[0] / 100
+    share = numbers(word[:-1], "--budget")[0] / 100
     if share > 1:
         raise UsageError(f"--budget: got {word!r}; allowed: up to 100%, or a size such as 300MB")
     return share
 
 
-def _numbers(text: str, option: str) -> list[float]:
+def numbers(text: str, option: str) -> list[float]:
+    """Returns the numbers of a list.
+
+    Raises:
+        UsageError: One of them is none, or not above 0.
+    """
     try:
         found = [float(word) for word in text.split(",")]
     except ValueError:

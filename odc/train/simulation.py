@@ -31,7 +31,7 @@ from odc.train.recorded import recorded_bandwidth, unbroken_steps
 from profiler.reader import TraceReader
 
 WARM_UP, MEASURED = 4, 6  # steps of a recorded run
-SMALL = 150  # accesses up to which the linear program is solved unasked: a second or two
+SMALL = 7000  # accesses x pages up to which the linear program takes a second: solved unasked
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,9 @@ def find_floors(case: Case, setting: Setting, *, moves: int, seed: int, lp: bool
     speed = (link.bandwidth_in, link.bandwidth_out or link.bandwidth_in)
     window = window_bound(accesses, setting.budget_bytes, *speed)
     found = best_found(accesses, frames, *speed, moves=moves, seed=seed) if moves else None
-    longest = MOST_ACCESSES if lp else SMALL
-    fluid = fluid_bound(accesses, frames, *speed) if accesses.num_accesses <= longest else None
+    solves = lp or accesses.num_accesses * accesses.num_pages <= SMALL
+    solves = solves and accesses.num_accesses <= MOST_ACCESSES
+    fluid = fluid_bound(accesses, frames, *speed) if solves else None
     return Floors(
         window.elapsed_s,
         None if found is None else found.elapsed_s,
