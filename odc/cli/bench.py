@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from odc.cli import bench_paging
 from odc.cli.exits import UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def add_parser(commands: Any) -> None:
     fsdp.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="write the table too")
     fsdp.add_argument("--json", action="store_true", help="print all figures")
     fsdp.set_defaults(run=run)
+    bench_paging.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from odc.train.bench_fsdp import DTYPES, MODELS
 
     models, dtypes = (
-        _choices(args.model, MODELS, "--model"),
-        _choices(args.dtype, DTYPES, "--dtype"),
+        choices(args.model, MODELS, "--model"),
+        choices(args.dtype, DTYPES, "--dtype"),
     )
     if args.ranks < 2 or args.repeats < 1:
         raise UsageError("--ranks must be at least 2 and --repeats at least 1")
@@ -141,7 +143,12 @@ def _write(args: argparse.Namespace, tables: "dict[tuple[str, str], list[Measure
         raise UsageError(f"{args.output}: cannot be written ({error.strerror})") from error
 
 
-def _choices(text: str, allowed: Sequence[str], option: str) -> list[str]:
+def choices(text: str, allowed: Sequence[str], option: str) -> list[str]:
+    """Returns the words of a list.
+
+    Raises:
+        UsageError: One of them is not allowed.
+    """
     chosen = text.split(",")
     wrong = [word for word in chosen if word not in allowed]
     if wrong:

@@ -9,9 +9,32 @@ import os
 import sys
 from collections.abc import Sequence
 
-from odc.cli import bench, dashboard, demo, exits, generate, plan, predictor, profile, report, train
+from odc.cli import (
+    bench,
+    dashboard,
+    demo,
+    exits,
+    generate,
+    plan,
+    predictor,
+    profile,
+    report,
+    simulate,
+    train,
+)
 
-COMMANDS = (demo, train, profile, predictor, dashboard, report, plan, bench, generate)
+COMMANDS = (
+    demo,
+    train,
+    profile,
+    predictor,
+    dashboard,
+    report,
+    simulate,
+    plan,
+    bench,
+    generate,
+)
 
 _EPILOG = """\
 examples:

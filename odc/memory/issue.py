@@ -16,7 +16,7 @@ from odc.memory.victims import VictimQueue
 
 
 @dataclass(slots=True)
-class Room:
+class Space:
     """What loads ahead may still take.
 
     Attributes:
@@ -78,7 +78,7 @@ def choose_load(
     queue: VictimQueue,
     until: np.ndarray,
     later_than: float,
-    room: Room,
+    space: Space,
     clean_first: bool = False,
 ) -> list[int] | None:
     """The victims for a load ahead, [] where frames are free; None if it must not be made now.
@@ -89,22 +89,22 @@ def choose_load(
         queue: what can go, in order.
         until: (num_pages,) times of next use.
         later_than: only pages that are needed later may go.
-        room: what may be taken; counted down if the load is made.
+        space: what may be taken; counted down if the load is made.
         clean_first: of those, clean ones go first: all of them will go.
     """
-    if room.items is not None and room.items <= 0:
+    if space.items is not None and space.items <= 0:
         return None
     frames = table.frames[page]
     chosen: list[int] = []
-    short = frames + room.reserve - room.frames
+    short = frames + space.reserve - space.frames
     if short > 0:
         found = take_victims(table, queue, short, until, later_than, clean_first)
         if found is None:
             return None
-        chosen = _first(table, found, frames - room.frames)
-    room.frames += sum(table.frames[v] for v in chosen) - frames
-    if room.items is not None:
-        room.items += len(chosen) - 1
+        chosen = _first(table, found, frames - space.frames)
+    space.frames += sum(table.frames[v] for v in chosen) - frames
+    if space.items is not None:
+        space.items += len(chosen) - 1
     return chosen
 
 

@@ -12,16 +12,15 @@ import math
 import os
 from collections.abc import Callable
 
-
 from odc.errors import BudgetError, OdcError
 from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind, Tier
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
 from odc.memory.home import DiskHome, Home, HostHome
 from odc.memory.ledger import Ledger
+from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageTable
-from odc.memory.orders import OrderLibrary
 from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
 from odc.memory.scores import PopularityScorer
 from odc.memory.stations import Stations

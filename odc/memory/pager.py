@@ -8,27 +8,21 @@ first; an access waits for its own pages whatever was planned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
-import numpy as np
-
-from odc.errors import BudgetError
+from odc.memory.ahead import Lookahead, Tuning
 from odc.memory.events import Account, Act, Kind, Op, Phase, Sink, Tier
-from odc.memory.frames import FRAME_BYTES
-from odc.memory.issue import Room, choose_load, choose_write_backs, take_victims
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState, PageTable
-from odc.memory.plan import LEAVES_NS, UNKNOWN_NS, OrderPrefetcher, Prefetcher
+from odc.memory.plan import OrderPrefetcher, Prefetcher
 from odc.memory.rehearsal import Rehearsal
+from odc.memory.room import NoRoom, Room
 from odc.memory.stations import Visit
 from odc.memory.transfers import Transfers
-from odc.memory.victims import EvictionPolicy, Lru, VictimQueue
+from odc.memory.victims import EvictionPolicy, Lru
 
 Need = tuple[Kind, Op]
-
-_SET_MARGIN = 1.05  # guesses that are equal would swap for ever
 
 
 @dataclass(slots=True)
@@ -42,18 +36,6 @@ class Counters:
     peak_page_bytes: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Knobs of the scheduler, each with the measurement behind its default in docs/log.md."""
-
-    flight_bytes: int = 12 * 1024 * 1024  # loads in flight ahead of use, or two pages if more
-    early_stores: int = 2  # early write-backs in flight
-    lookahead_bytes: int = 48 * 1024 * 1024  # future victims worth cleaning
-    early_write_back: bool = True
-    rehearse: str = "now"  # or "aside": in a thread of its own; "" for never
-    max_items: int | None = None
 
 
 class Pager:
@@ -95,24 +77,18 @@ class Pager:
         self.micro = 0
         self.tokens = 0
         self._seq = 0
-        self._time = 0  # virtual time: accesses
         self._visit: Visit | None = None
         self._remaining: list[int] = []
         self._engine = transfers.engine
-        self._planned = prefetcher is not None and self.eviction.planned
-        self._scores = np.zeros(len(table.pages))
-        if prefetcher is not None and self._planned:
-            self._scores = prefetcher.until
+        self.room = Room(table, transfers, self.eviction, prefetcher)
+        self._ahead: Lookahead | None = None
         self._rehearsal: Rehearsal | None = None
-        if isinstance(prefetcher, OrderPrefetcher) and self._planned and self.tuning.rehearse:
-            self._rehearsal = Rehearsal(library, prefetcher, self.tuning.rehearse == "aside")
-        self._queue = VictimQueue(table, self._scores)
-        self._version = -1
+        if prefetcher is not None:
+            self._ahead = Lookahead(library, transfers, self.room, prefetcher, self.tuning)
+        if isinstance(prefetcher, OrderPrefetcher) and self.eviction.planned:
+            how = self.tuning.rehearse
+            self._rehearsal = Rehearsal(library, prefetcher, how == "aside") if how else None
         self._visit_of: list[tuple[Visit, int] | None] = [None] * len(table.groups)
-        self._created = False  # this visit has made fresh what it does
-        self._margin = _SET_MARGIN if library.stations.sets else 1.0
-        self._largest = max((p.num_bytes for p in table.pages), default=0)
-        self._flight_bytes = max(self.tuning.flight_bytes, 2 * self._largest)
         self._mark = self._engine.now_ns()
 
     # -- what hooks call -------------------------------------------------------------------------
@@ -125,10 +101,8 @@ class Pager:
         self._remaining = []
         if self._rehearsal is not None:
             self._rehearsal.begin_pass(self.transfers)
-        order = self.library.order
-        if order is not None:  # deep enough for the longest time without a hook
-            gap = int(order.longest_ns * self.transfers.bytes_per_ns) + self._largest
-            self._flight_bytes = max(self.tuning.flight_bytes, 2 * self._largest, gap)
+        if self._ahead is not None:
+            self._ahead.begin_pass()
 
     def open_set(
         self, set_index: int, members: Sequence[int], phase: Phase, resident_first: bool = True
@@ -152,7 +126,7 @@ class Pager:
         self.library.forward_done(set_index, visit.used, visit.order)
         if self.prefetcher is not None:
             self.prefetcher.advance(visit, self.tokens, self._remaining)
-            self._poll()
+            self.room.poll()
             self._think()
         self._mark = self._engine.now_ns()
         return order
@@ -174,7 +148,7 @@ class Pager:
         """
         compute_ns = self._account()
         self.counters.accesses += 1
-        self._time += 1
+        self.room.time += 1
         visit = self._enter(group, phase)
         pages = self._pin(group, needs, part, visit, compute_ns)
         try:
@@ -211,21 +185,7 @@ class Pager:
             assert table.pins[page] >= 0, f"page {page} released more often than accessed"
             if table.pins[page] == 0 and table.state[page] == PageState.RESIDENT:
                 table.is_evictable[page] = 1
-                self._rank(page)
-
-    def _rank(self, page: int) -> None:
-        """A page's use ended: when is it used next, and when does it go?"""
-        if self.prefetcher is not None:
-            self.prefetcher.until[page] = self.prefetcher.next_use(page)
-        if self._planned:
-            time = float(self._scores[page])
-            if LEAVES_NS < time < UNKNOWN_NS / 8 and self.prefetcher.scheduled:
-                self._evict([page])  # at once: nothing is won by waiting
-            else:
-                self._queue.push(page, time)
-        else:
-            score = self._scores[page] = self.eviction.score(page, self._time)
-            self._queue.push(page, score)
+                self.room.rank(page)
 
     def drop(self, group: int, kind: Kind) -> None:
         """Unpin pages whose content is dead; a compact group's shared page lives on."""
@@ -311,7 +271,8 @@ class Pager:
     def _start_visit(self, station: int, phase: Phase) -> Visit:
         self._visit = self.library.visit(station, phase)
         self._seq += 1
-        self._created = False
+        if self._ahead is not None:
+            self._ahead.created = False
         return self._visit
 
     def _enter(self, group: int, phase: Phase) -> Visit:
@@ -367,8 +328,8 @@ class Pager:
             if op == Op.CREATE:
                 if table.groups[group].compact:
                     op = Op.WRITE
-                else:
-                    self._created = True
+                elif self._ahead is not None:
+                    self._ahead.created = True
             for page in ids:
                 table.pins[page] += 1
                 table.is_evictable[page] = 0
@@ -394,35 +355,18 @@ class Pager:
     # -- making pages resident -------------------------------------------------------------------
 
     def _make_resident(self, pages: list[tuple[int, Op]]) -> None:
-        self._poll()
+        self.room.poll()
         waiting = self._demand(pages)
-        if self.prefetcher is not None:
-            self._think()
-        else:
-            self.table.left.clear()
+        self._think()
         stalled = False
         for page in waiting:
             stalled = self._settle(page) or stalled
-        if stalled and self.prefetcher is not None:
+        if stalled:  # some time has passed: the line in wants to be fed until the next hook
             self._think()
 
-    def _poll(self) -> None:
-        """Take note of what the engine has done, and of what the plan has changed."""
-        transfers = self.transfers
-        transfers.poll()
-        if transfers.arrived:
-            for page in transfers.arrived:
-                self.eviction.arrived(page, self._time)
-                if self.table.is_evictable[page]:
-                    if not self._planned:
-                        self._scores[page] = self.eviction.score(page, self._time)
-                    self._queue.push(page, float(self._scores[page]))
-            transfers.arrived.clear()
-        prefetcher = self.prefetcher
-        if prefetcher is not None and prefetcher.version != self._version:
-            self._version = prefetcher.version
-            if self._planned:
-                self._queue.invalidate()
+    def _think(self) -> None:
+        if self._ahead is not None:
+            self._ahead.think()
 
     def _demand(self, pages: list[tuple[int, Op]]) -> list[int]:
         """Submit what is missing; returns the pages to wait for."""
@@ -444,36 +388,10 @@ class Pager:
         return waiting
 
     def _make_room(self, frames: int) -> None:
-        transfers = self.transfers
-        while transfers.available < frames:
-            chosen = take_victims(self.table, self._queue, frames - transfers.available)
-            if chosen is not None:
-                self._evict(chosen)
-                return
-            self._evict(list(self._queue.first()))
-            if transfers.available >= frames or transfers.cancel_one_prefetch():
-                continue
-            on_the_way = any(not self.table.pins[page] for page in transfers.loading)
-            if not (on_the_way and transfers.wait_any()):
-                raise BudgetError(self._no_room(frames))
-            self._poll()
-
-    def _evict(self, pages: list[int]) -> None:
-        for page in pages:
-            self.eviction.evicted(page)
-            self.transfers.evict(page)
-
-    def _no_room(self, frames: int) -> str:
-        table = self.table
-        names = sorted(
-            {table.groups[table.pages[p].group].name for p, n in enumerate(table.pins) if n}
-        )
-        return (
-            f"{self.option_prefix}page_budget: {frames} frames are needed and every other page is "
-            f"in use by {', '.join(names[:8])}; {self.transfers.num_frames} frames of 2 MiB are "
-            f"the budget, use at least {self.transfers.num_frames + frames} "
-            f"({(self.transfers.num_frames + frames) * 2} MiB)"
-        )
+        try:
+            self.room.make(frames)
+        except NoRoom:
+            raise self.room.error(frames, f"{self.option_prefix}page_budget") from None
 
     def _settle(self, page: int) -> bool:
         """Wait for a page; returns whether that took time."""
@@ -494,85 +412,3 @@ class Pager:
                     self.transfers.policy,
                 )
         return waited > 0
-
-    # -- thinking ahead --------------------------------------------------------------------------
-
-    def _think(self) -> None:
-        """Load ahead and write back early, as far as the plan and the lines allow."""
-        assert self.prefetcher is not None
-        transfers, tuning = self.transfers, self.tuning
-        stores = tuning.early_stores - len(transfers.storing)
-        scarce = self._load_ahead()
-        if tuning.early_write_back and stores > 0 and scarce:
-            self._clean(stores)
-
-    def _line_is_fed(self) -> bool:
-        """Whether what is in flight keeps the way in busy until the next hook.
-
-        More would take frames from pages that are used until then. Under a schedule it takes them
-        only from pages that leave.
-        """
-        transfers = self.transfers
-        order, place = self.library.order, self.library.position
-        scheduled = self.prefetcher is not None and self.prefetcher.scheduled
-        if scheduled:
-            return transfers.in_flight_bytes >= 2 * self._flight_bytes
-        if not transfers.bytes_per_ns or order is None or place < 0:
-            return transfers.in_flight_bytes >= self._flight_bytes
-        return transfers.in_busy_ns >= order.entries[place].dur_ns
-
-    def _load_ahead(self) -> bool:
-        """Loads what the plan wants; returns whether it wants more than there is room for."""
-        transfers, prefetcher, table = self.transfers, self.prefetcher, self.table
-        assert prefetcher is not None
-        if self._line_is_fed():
-            return True
-        items = None
-        if self.tuning.max_items is not None:
-            items = self.tuning.max_items - transfers.num_resident - len(transfers.loading)
-        room = Room(transfers.available, items)
-        now, until, scheduled = self.library.now_ns, prefetcher.until, prefetcher.scheduled
-        later_than = LEAVES_NS
-        for page in prefetcher.wanted():
-            room.reserve = self._frames_to_reserve()
-            if not scheduled:
-                later_than = now + self._margin * (float(until[page]) - now)
-            victims = choose_load(
-                table, page, self._queue, until, later_than, room, clean_first=scheduled
-            )
-            if victims is None:
-                return True
-            self._evict(victims)
-            transfers.load(page, -1, room.reserve)
-            if self._line_is_fed():
-                return True
-        return False
-
-    def _frames_to_reserve(self) -> int:
-        """Frames to leave for what will be made fresh before the page that is looked at."""
-        prefetcher = self.prefetcher
-        order, place = self.library.order, self.library.position
-        if order is None or place < 0:
-            return 0
-        here, dies = order.frames_to_create(place), order.entries[place].dies
-        if prefetcher is not None and prefetcher.scheduled:
-            ahead = prefetcher.fresh_until_cursor()
-        else:
-            ahead = order.frames_to_create(place + 1)
-        if not self._created:
-            return max(here, ahead) if dies else here + ahead
-        return max(ahead - here, 0) if dies else ahead
-
-    def _clean(self, stores: int) -> None:
-        """Write back early what will have to go for the loads ahead."""
-        transfers, prefetcher = self.transfers, self.prefetcher
-        victims: Iterable[int] = self._queue.first()
-        frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
-        if prefetcher is not None and prefetcher.scheduled:
-            until = prefetcher.until
-            victims = takewhile(lambda page: until[page] > LEAVES_NS, victims)
-            frames = transfers.num_frames
-        if frames > 0:
-            chosen = choose_write_backs(self.table, victims, transfers.storing, frames, stores)
-            for page in chosen:
-                transfers.store(page, early=True)

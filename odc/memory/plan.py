@@ -63,8 +63,12 @@ class Prefetcher(Protocol):
     def next_use(self, page: int) -> float:
         """When a page whose use just ended is used again."""
 
-    def wanted(self) -> Iterator[int]:
-        """Absent pages to load ahead, soonest first."""
+    def wanted(self) -> Iterator[tuple[int, int]]:
+        """Absent pages to load ahead, soonest first.
+
+        With each, the frames that later visits will make fresh before it is needed, as far as
+        they must be left free.
+        """
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
         """The runtime knows more than the past: P(group is used at its next forward visit)."""
@@ -442,11 +446,17 @@ class OrderPrefetcher:
             scores[member] = score
         return scores
 
-    def fresh_until_cursor(self) -> int:
-        """Frames of what the visits ahead, up to the one looked at, will make fresh."""
+    def _fresh_ahead(self) -> int:
+        """Frames to leave free: for the next visit, or under a schedule up to the cursor.
+
+        A schedule gives frames to what needs them in the order of need.
+        """
+        position = self.library.position
+        if not self.scheduled:
+            return self._orders[0].frames_to_create(position + 1)
         lasting, dying = 0, 0
         for cycle, order in enumerate(self._orders):
-            low = self.library.position + 1 if cycle == 0 else 0
+            low = position + 1 if cycle == 0 else 0
             high = min(len(order.entries), self._cursor - self._offsets[cycle] + 1)
             if high <= low:
                 break
@@ -457,7 +467,7 @@ class OrderPrefetcher:
 
     # -- the wish list ---------------------------------------------------------------------------
 
-    def wanted(self) -> Iterator[int]:
+    def wanted(self) -> Iterator[tuple[int, int]]:
         if not self._orders:
             return
         absent = self.table.is_absent
@@ -471,12 +481,12 @@ class OrderPrefetcher:
             if serial >= self.library.position:
                 for page in self._pages_at(serial):
                     if absent[page]:
-                        yield page
+                        yield page, self._fresh_ahead()
             self._again.pop(0)
         while self._cursor <= last:
             for page in self._pages_at(self._cursor):
                 if absent[page]:
-                    yield page
+                    yield page, self._fresh_ahead()
             self._cursor += 1
 
     def _go_back(self) -> None:
@@ -582,11 +592,11 @@ class NextKPrefetcher:
         self._uses += 1
         return UNKNOWN_NS - _UNKNOWN_STEP * self._uses
 
-    def wanted(self) -> Iterator[int]:
+    def wanted(self) -> Iterator[tuple[int, int]]:
         self.table.left.clear()
         for page in self._wish:
             if self.table.is_absent[page]:
-                yield page
+                yield page, 0
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
         """Takes no hints."""

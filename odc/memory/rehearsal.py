@@ -91,9 +91,7 @@ class Rehearsal:
             return None
         return Rates(1.0 / load, 1.0 / (transfers.bytes_out_per_ns or load))
 
-    def _schedule(
-        self, key: _Key, orders: list[RecordedOrder], rates: Rates
-    ) -> Schedule | None:
+    def _schedule(self, key: _Key, orders: list[RecordedOrder], rates: Rates) -> Schedule | None:
         self._collect()
         known = self._found.get(key)
         if known is not None and _are_close(known[0], rates):

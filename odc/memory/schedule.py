@@ -172,9 +172,7 @@ class Cycle:
 
     # -- decoding --------------------------------------------------------------------------------
 
-    def decode(
-        self, keep: _Keep, waits: list[int] | None = None
-    ) -> tuple[float, float] | None:
+    def decode(self, keep: _Keep, waits: list[int] | None = None) -> tuple[float, float] | None:
         """Time and loads of a cycle under a schedule; None if it does not fit.
 
         Args:
@@ -269,9 +267,7 @@ class Cycle:
                 best, keep, waits = found, tried, now_waits
         return keep, best
 
-    def _move(
-        self, keep: _Keep, waits: list[int], lasting: list[int], rng: random.Random
-    ) -> _Keep:
+    def _move(self, keep: _Keep, waits: list[int], lasting: list[int], rng: random.Random) -> _Keep:
         """A neighbour: something is kept that was waited for, something else leaves."""
         tried = keep[:]
         if waits and rng.random() < _AIMED:

@@ -159,9 +159,7 @@ class VictimQueue:
         """Victims in order, at least as many as the largest page can need; none is taken out."""
         is_evictable, scores = self._table.is_evictable, self._scores
         front = self._front
-        while front and not (
-            is_evictable[front[-1][1]] and scores[front[-1][1]] == front[-1][0]
-        ):
+        while front and not (is_evictable[front[-1][1]] and scores[front[-1][1]] == front[-1][0]):
             front.pop()
         short = len(front) < _LOW and self._least > -np.inf
         if self._stale or short or len(front) > 4 * _FRONT:

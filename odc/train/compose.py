@@ -6,7 +6,6 @@ steps to come) is the user's input, and refused as such before anything trains.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-import odc.memory.manager as managing
 from odc.errors import ConfigError
 from odc.fsdp.optimizer import PagedAdamW
 from odc.fsdp.paged import paged
@@ -22,25 +20,12 @@ from odc.fsdp.ragged import RaggedTensor, distribute_ragged
 from odc.memory.manager import MemoryManager, PrefetchFactory
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageTable
-from odc.memory.plan import (
-    Limits,
-    NextKPrefetcher,
-    OrderPrefetcher,
-    Prefetcher,
-)
-from odc.memory.scores import ReplayScorer
-from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
+from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
 from odc.train.config import Config
 from odc.train.config_schema import MemoryConfig
 from odc.train.models import Transformer, build_model, init_parameter, initializer
+from odc.train.policies import EVICTIONS, prefetch_factory
 from profiler.schema import policy_code
-
-_EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": Lru,
-    "cost_aware": CostAware,
-    "belady": Belady,
-}
-_DEFAULT_NEXT_K = 4
 
 
 def policy_name(memory: MemoryConfig) -> str:
@@ -77,7 +62,7 @@ def make_memory(config: Config, first_step: int = 0) -> MemoryManager:
         prefetch_window=memory.prefetch_window,
         page_prefetch=memory.page_prefetch,
         max_items=memory.max_items,
-        eviction=_EVICTIONS[memory.evict_strategy](),
+        eviction=EVICTIONS[memory.evict_strategy](),
         prefetch=_prefetch_factory(memory, first_step),
         policy=policy_code(memory.evict_strategy, memory.prefetch),
         option_prefix="memory.",
@@ -200,20 +185,6 @@ def _prefetch_factory(memory: MemoryConfig, first_step: int) -> PrefetchFactory:
     return prefetch_factory(memory.prefetch)
 
 
-def prefetch_factory(name: str) -> PrefetchFactory:
-    """Returns the factory of a prefetcher that needs nothing but its name.
-
-    Args:
-        name: One of `none`, `next_k`, `replay`, `popularity`.
-    """
-    return {
-        "none": _no_prefetcher,
-        "next_k": _next_k,
-        "replay": _replay,
-        "popularity": managing.popularity,
-    }[name]
-
-
 def predictor_factory(path: str | Path | None, kind: str | None = None) -> PrefetchFactory:
     """Returns the factory of the tape with a learned scorer.
 
@@ -247,19 +218,6 @@ def predictor_factory(path: str | Path | None, kind: str | None = None) -> Prefe
         return OrderPrefetcher(library, loaded.scorer(), limits)
 
     return make
-
-
-def _no_prefetcher(library: OrderLibrary, limits: Limits) -> None:
-    return None
-
-
-def _next_k(library: OrderLibrary, limits: Limits) -> Prefetcher:
-    k = _DEFAULT_NEXT_K if limits.page_prefetch is None else limits.page_prefetch
-    return NextKPrefetcher(library, k)
-
-
-def _replay(library: OrderLibrary, limits: Limits) -> Prefetcher:
-    return OrderPrefetcher(library, ReplayScorer(library.stations.members), limits)
 
 
 def _oracle_factory(memory: MemoryConfig, first_step: int) -> PrefetchFactory:

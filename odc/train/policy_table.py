@@ -10,24 +10,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from odc.errors import ConfigError
-from odc.memory.events import Act
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.manager import PrefetchFactory
 from odc.memory.replay import Link, SimResult, Workload, oracle_factory, simulate
-from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
+from odc.memory.victims import Belady, CostAware, EvictionPolicy
 from odc.sizes import format_bytes, parse_rate, parse_size
-from odc.train.compose import predictor_factory, prefetch_factory
+from odc.train.compose import predictor_factory
+from odc.train.policies import EVICTIONS, PREFETCHES, make_policy
+from odc.train.recorded import recorded_bandwidth, unbroken_steps
 from odc.train.run_dir import RunDir
 from profiler.reader import TraceReader
 
 HELD_OUT = 0.3
 # Steps before the held-out ones on which recorded orders and popularity form.
 _WARMUP_STEPS = 50
-_EVICTIONS: dict[str, type[Lru] | type[CostAware]] = {"lru": Lru, "cost_aware": CostAware}
-_PREFETCHES = ("none", "next_k", "replay", "popularity")
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ def compare_policies(
     reader = TraceReader(run_dir)
     memory = reader.manifest.get("memory", {})
     budget_bytes = _budget(run_dir, reader, memory, budget)
-    bandwidth = _bandwidth(run_dir, reader, memory, link)
+    bandwidth = float(parse_rate(link)) if link is not None else recorded_bandwidth(reader)
     steps, first = _held_out(run_dir, reader)
     workload = Workload.from_trace(reader.need(), reader.pages, steps)
     own = str(memory.get("policy", ""))
@@ -163,13 +160,13 @@ def _format_row(row: PolicyRow, label: str) -> str:
 def _policies(
     workload: Workload, models: Sequence[Path], own: str
 ) -> Iterator[tuple[str, EvictionPolicy, PrefetchFactory | None]]:
-    names = [("lru", "none"), ("lru", "next_k"), ("lru", "replay"), ("cost_aware", "popularity")]
+    names = ["lru+none", "lru+next_k", "lru+replay", "cost_aware+popularity"]
     eviction, _, prefetch = own.partition("+")
     # So that what was measured has its like, where no model and no future is needed for it.
-    if (eviction, prefetch) not in names and eviction in _EVICTIONS and prefetch in _PREFETCHES:
-        names.append((eviction, prefetch))
-    for eviction, prefetch in names:
-        yield f"{eviction}+{prefetch}", _EVICTIONS[eviction](), prefetch_factory(prefetch)
+    if own not in names and eviction in EVICTIONS and prefetch in PREFETCHES:
+        names.append(own)
+    for name in names:
+        yield name, *make_policy(name, workload)
     for path in models:
         yield f"cost_aware+{_kind(path)}", CostAware(), predictor_factory(path)
     yield "belady+oracle", Belady(), oracle_factory(workload)
@@ -203,19 +200,15 @@ def _row(policy: str, result: SimResult) -> PolicyRow:
 
 def _held_out(run_dir: Path, reader: TraceReader) -> tuple[range, int]:
     """The steps to run, warmup included, and the first of those that count."""
-    traced = np.unique(reader.need(columns=("step",))["step"])
-    # Only an unbroken stretch can be run again: take the last one.
-    breaks = np.flatnonzero(np.diff(traced) != 1)
-    traced = traced[breaks[-1] + 1 :] if len(breaks) else traced
+    traced = unbroken_steps(reader)
     if len(traced) < 4:
         raise ConfigError(
             f"{run_dir}: has {len(traced)} steps traced in a row, at least 4 are needed; record "
             "a run with odc profile"
         )
     count = max(round(len(traced) * HELD_OUT), 1)
-    first = int(traced[-count])
-    start = max(int(traced[0]), first - _WARMUP_STEPS)
-    return range(start, int(traced[-1]) + 1), first
+    first = traced[-count]
+    return range(max(traced[0], first - _WARMUP_STEPS), traced[-1] + 1), first
 
 
 def _budget(
@@ -230,19 +223,3 @@ def _budget(
             f"{run_dir}: all pages fit the budget that it ran with; name a smaller one (--budget)"
         )
     return own
-
-
-def _bandwidth(
-    run_dir: Path, reader: TraceReader, memory: dict[str, Any], link: int | str | None
-) -> float:
-    """Bytes a second: as named, as the run emulated, or as its loads went."""
-    if link is not None:
-        return float(parse_rate(link))
-    if memory.get("link_bandwidth"):
-        return float(memory["link_bandwidth"])
-    actions = reader.actions(columns=("act", "bytes", "dur_ns"))
-    loads = np.isin(actions["act"], (Act.LOAD, Act.PREFETCH))
-    duration = int(actions["dur_ns"][loads].sum())
-    if not duration:
-        raise ConfigError(f"{run_dir}: has no loads to measure the link by; name it (--link 2GB/s)")
-    return float(actions["bytes"][loads].sum()) / duration * 1e9

@@ -95,3 +95,49 @@ class Display:
             return f"{text}  waited {self._comm_s:.1f} s for ranks  {sent} sent"
         moved = f"{format_bytes(metrics['bytes_in'])} in  {format_bytes(metrics['bytes_out'])} out"
         return f"{text}  stalled {self._stall_s:.1f} s  {moved}"
+
+
+class Work:
+    """A bar over pieces of work on a terminal; elsewhere nothing but what is said.
+
+    Args:
+        total: Number of pieces.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._console = Console(stderr=True)
+        self._begun = 0
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                BarColumn(bar_width=16),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}", markup=False),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, text: str) -> None:
+        """Shows the piece that begins; the one before it is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._begun, description=text)
+        self._begun += 1
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, highlight=False, markup=False)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from odc.memory.events import FORWARD_PHASES
+from odc.memory.orders import OrderLibrary
 from odc.memory.plan import FutureScorer, Limits, OraclePrefetcher, Prefetcher
 from odc.memory.replay.simulate import PrefetchFactory
 from odc.memory.replay.workload import Workload
-from odc.memory.orders import OrderLibrary
 
 
 def future_sets(workload: Workload) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ run in another order than they did when they were recorded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -90,6 +90,22 @@ class Workload:
     def steps(self) -> list[int]:
         """The steps it covers."""
         return sorted({v.step for v in self.visits})
+
+    def part(self, first: int, end: int | None = None) -> Workload:
+        """The steps from ``first`` on, up to ``end`` (exclusive) where it is given."""
+        visits = [v for v in self.visits if v.step >= first and (end is None or v.step < end)]
+        lead_ns = self.lead_ns if visits and visits[0] is self.visits[0] else 0
+        return Workload(self.pages, visits, self.sets, lead_ns)
+
+    def repeated(self, times: int) -> Workload:
+        """The same steps ``times`` over, numbered on."""
+        span = self.steps[-1] + 1
+        visits = [
+            replace(visit, step=visit.step + turn * span)
+            for turn in range(times)
+            for visit in self.visits
+        ]
+        return Workload(self.pages, visits, self.sets, self.lead_ns)
 
     def with_compute_of(self, other: Workload) -> Workload:
         """The same needs with another run's compute times: the median of each kind of bundle."""

@@ -1,0 +1,128 @@
+"""`odc bench paging`: the pager measured, beside its own simulation."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from odc.cli.exits import UsageError
+
+if TYPE_CHECKING:
+    from odc.train.bench_paging import PagingRow
+
+_HOMES = ("host", "disk")
+
+_EPILOG = """\
+examples:
+  odc bench paging --workload W1 --r 1
+  odc bench paging --workload W1,W2,W3,W4,W5 --home host,disk -o paging.md
+
+Each row pages a made workload for real: frames, copies to and from the home, and a thread that
+computes with the bytes that are there. It runs cycles of a few steps from an empty device, in turn
+with the same computation without paging, which gives the compute times. With these, and with the
+link as its transfers had it, the same needs are simulated. Figures are medians of a step; stalling
+is all that is not computing. difference: simulated less measured, as a share of the measured step.
+A row counts if the interquartile range of its repeats is at most 5 % of the step. A home in host
+memory is reached over an emulated link of the ratio r; a disk is as fast as it is.
+"""
+
+
+def add_parser(kinds: Any) -> None:
+    """Adds the command's arguments."""
+    parser = kinds.add_parser(
+        "paging",
+        help="the pager, measured and simulated side by side: step, stall, bounds",
+        description="Measures the pager, and how far its simulation is from it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workload", default="W1,W2,W3,W4,W5p20", metavar="NAME[,...]", help="see odc simulate")
+    add("--r", default="0.5,1,2", metavar="R[,...]", help="of a home in host memory; 0.5,1,2")
+    add("--home", default="host", metavar="host,disk", help="default: host")
+    add("--home-dir", type=Path, metavar="DIR", help="of a disk home; default: a temporary one")
+    add("--policy", default="cost_aware+popularity", metavar="NAME", help="EVICTION+PREFETCH")
+    add("--repeats", type=int, default=9, metavar="N", help="cycles a row; default: 9")
+    add("--moves", type=int, default=50, metavar="N", help="of the search; 0: none; default: 50")
+    add("-o", "--output", type=Path, metavar="FILE.md", help="write the table too")
+    add("--json", action="store_true", help="print all figures")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints; returns the exit code."""
+    from odc.cli.bench import choices
+    from odc.cli.simulate import numbers
+    from odc.train.policies import parse_policies
+
+    if args.repeats < 1 or args.moves < 0:
+        raise UsageError("--repeats must be at least 1 and --moves at least 0")
+    homes = choices(args.home, _HOMES, "--home")
+    policies = parse_policies(args.policy)
+    if len(policies) != 1:
+        raise UsageError(f"--policy: got {args.policy!r}; allowed: one policy")
+    rows = _rows(args, homes, numbers(args.r, "--r"), policies[0])
+    if args.json:
+        print(json.dumps([row.as_json() for row in rows], indent=1))
+    else:
+        print("\n".join(format_rows(rows)))
+    if args.output is not None:
+        _write(args, rows)
+    return 0
+
+
+def _rows(
+    args: argparse.Namespace, homes: Sequence[str], ratios: Sequence[float], policy: str
+) -> "list[PagingRow]":
+    from odc.train.bench_paging import make_tasks, measure
+    from odc.train.progress import Work
+
+    tasks = make_tasks(
+        args.workload.split(","), ratios, homes, policy=policy, home_dir=args.home_dir
+    )
+    found = []
+    with Work(len(tasks)) as work:
+        for task in tasks:
+            where = "on disk" if task.r is None else f"r {task.r:g}"
+            work.begin(f"{task.workload}, {where}")
+            found.append(measure(task, repeats=args.repeats, moves=args.moves))
+    return found
+
+
+def format_rows(rows: "Sequence[PagingRow]") -> list[str]:
+    """Returns the table as lines of Markdown."""
+    lines = [
+        "| workload | home | r | step s (IQR) | simulated s | difference | stall s | simulated s "
+        "| window bound s | best found s | link GB/s in, out | counts |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        best = "-" if row.best_found_s is None else f"{row.best_found_s:.4f}"
+        lines.append(
+            f"| {row.workload} | {row.home} | {row.r:.2f} | {row.step_s:.4f} ({row.iqr_s:.4f}) "
+            f"| {row.simulated_step_s:.4f} | {row.difference:+.1%} | {row.stall_s:.4f} "
+            f"| {row.simulated_stall_s:.4f} | {row.window_bound_s:.4f} | {best} "
+            f"| {row.bandwidth_in / 1e9:.2f}, {row.bandwidth_out / 1e9:.2f} "
+            f"| {'yes' if row.counts else 'no'} |"
+        )
+    return lines
+
+
+def _write(args: argparse.Namespace, rows: "Sequence[PagingRow]") -> None:
+    from odc.train.run_dir import machine
+
+    text = [
+        f"# The pager measured and simulated, {rows[0].policy}, C = {rows[0].budget:.0%}",
+        "",
+        f"{json.dumps(machine())}; {args.repeats} cycles a row from an empty device, in turn with "
+        "the same computation without paging; medians of a step.",
+        "",
+        *format_rows(rows),
+        "",
+    ]
+    try:
+        args.output.write_text("\n".join(text), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{args.output}: cannot be written ({error.strerror})") from error

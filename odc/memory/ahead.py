@@ -1,0 +1,144 @@
+"""Thinking ahead: loads before their use and write-backs before their page has to go.
+
+Called at every access. How much is put in flight follows from time, not from a count: the line in
+is fed until the next hook. More would take frames from pages that are used until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+
+from odc.memory.frames import FRAME_BYTES
+from odc.memory.issue import Space, choose_load, choose_write_backs
+from odc.memory.orders import OrderLibrary
+from odc.memory.plan import LEAVES_NS, Prefetcher
+from odc.memory.room import Room
+from odc.memory.transfers import Transfers
+
+_SET_MARGIN = 1.05  # guesses that are equal would swap for ever
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Knobs of the scheduler, each with the measurement behind its default in docs/log.md."""
+
+    flight_bytes: int = 12 * 1024 * 1024  # in flight while no rate is known; two pages if more
+    early_stores: int = 2  # early write-backs in flight
+    lookahead_bytes: int = 48 * 1024 * 1024  # future victims worth cleaning
+    early_write_back: bool = True
+    rehearse: str = "now"  # or "aside": in a thread of its own; "" for never
+    max_items: int | None = None
+
+
+class Lookahead:
+    """Issues loads ahead and early write-backs.
+
+    Args:
+        library: the place in the recorded order.
+        transfers: books and commands.
+        room: evicts pages.
+        prefetcher: says what to load.
+        tuning: knobs.
+
+    Attributes:
+        created: the visit that runs has made fresh what it does.
+    """
+
+    def __init__(
+        self,
+        library: OrderLibrary,
+        transfers: Transfers,
+        room: Room,
+        prefetcher: Prefetcher,
+        tuning: Tuning,
+    ) -> None:
+        self.library = library
+        self.table = library.stations.table
+        self.transfers = transfers
+        self.room = room
+        self.prefetcher = prefetcher
+        self.tuning = tuning
+        self.created = False
+        self._margin = _SET_MARGIN if library.stations.sets else 1.0
+        self._largest = max((p.num_bytes for p in self.table.pages), default=0)
+        self._flight_bytes = max(tuning.flight_bytes, 2 * self._largest)
+
+    def begin_pass(self) -> None:
+        """Put enough in flight for the longest time without a hook."""
+        order = self.library.order
+        if order is not None:
+            gap = int(order.longest_ns * self.transfers.bytes_per_ns) + self._largest
+            self._flight_bytes = max(self.tuning.flight_bytes, 2 * self._largest, gap)
+
+    def think(self) -> None:
+        """Load ahead and write back early, as far as the plan and the lines allow."""
+        stores = self.tuning.early_stores - len(self.transfers.storing)
+        scarce = self._load_ahead()
+        if self.tuning.early_write_back and stores > 0 and scarce:
+            self._clean(stores)
+
+    def _line_is_fed(self) -> bool:
+        """Whether the line in is busy until the next hook; under a schedule, somewhat longer.
+
+        A schedule's loads take frames only from pages that leave.
+        """
+        transfers = self.transfers
+        order, place = self.library.order, self.library.position
+        if self.room.scheduled:
+            return transfers.in_flight_bytes >= 2 * self._flight_bytes
+        if not transfers.bytes_per_ns or order is None or place < 0:
+            return transfers.in_flight_bytes >= self._flight_bytes
+        return transfers.in_busy_ns >= order.entries[place].dur_ns
+
+    def _load_ahead(self) -> bool:
+        """Loads what the plan wants; returns whether it wants more than there is room for."""
+        if self._line_is_fed():
+            return True
+        transfers, room, scheduled = self.transfers, self.room, self.room.scheduled
+        until, now = self.prefetcher.until, self.library.now_ns
+        space = Space(transfers.available, self._items())
+        later_than = LEAVES_NS
+        for page, fresh in self.prefetcher.wanted():
+            space.reserve = self._reserve(fresh)
+            if not scheduled:
+                later_than = now + self._margin * (float(until[page]) - now)
+            victims = choose_load(self.table, page, room.queue, until, later_than, space, scheduled)
+            if victims is None:
+                return True
+            room.evict(victims)
+            transfers.load(page, -1, space.reserve)
+            if self._line_is_fed():
+                return True
+        return False
+
+    def _items(self) -> int | None:
+        """Resident pages that may still be added."""
+        if self.tuning.max_items is None:
+            return None
+        return self.tuning.max_items - self.transfers.num_resident - len(self.transfers.loading)
+
+    def _reserve(self, ahead: int) -> int:
+        """Frames to leave for what will be made fresh, ``ahead`` of them by later visits."""
+        order, place = self.library.order, self.library.position
+        if order is None or place < 0:
+            return ahead
+        here, dies = order.frames_to_create(place), order.entries[place].dies
+        if not self.created:
+            return max(here, ahead) if dies else here + ahead
+        return max(ahead - here, 0) if dies else ahead
+
+    def _clean(self, stores: int) -> None:
+        """Write back early what will have to go for the loads ahead."""
+        transfers = self.transfers
+        victims: Iterable[int] = self.room.queue.first()
+        frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
+        if self.room.scheduled:
+            until = self.prefetcher.until
+            victims = takewhile(lambda page: until[page] > LEAVES_NS, victims)
+            frames = transfers.num_frames
+        if frames > 0:
+            chosen = choose_write_backs(self.table, victims, transfers.storing, frames, stores)
+            for page in chosen:
+                transfers.store(page, early=True)

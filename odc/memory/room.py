@@ -1,0 +1,132 @@
+"""Room: which pages go when frames are needed, and what is asked of a page whose use ends.
+
+The scores by which pages go are the plan's times of next use where there is a plan and the policy
+goes by it; else the policy's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from odc.errors import BudgetError
+from odc.memory.issue import take_victims
+from odc.memory.pages import PageTable
+from odc.memory.plan import LEAVES_NS, UNKNOWN_NS, Prefetcher
+from odc.memory.transfers import Transfers
+from odc.memory.victims import EvictionPolicy, VictimQueue
+
+
+class NoRoom(Exception):
+    """Everything else is pinned; the pager says so in words."""
+
+
+class Room:
+    """Evicts pages.
+
+    Args:
+        table: page states.
+        transfers: books and commands.
+        policy: order of eviction.
+        prefetcher: knows times of next use, or None.
+
+    Attributes:
+        queue: evictable pages in order.
+        time: virtual time: accesses so far.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        transfers: Transfers,
+        policy: EvictionPolicy,
+        prefetcher: Prefetcher | None,
+    ) -> None:
+        self.table = table
+        self.transfers = transfers
+        self.policy = policy
+        self.prefetcher = prefetcher
+        self.time = 0
+        self._planned = prefetcher is not None and policy.planned
+        self._scores = np.zeros(len(table.pages))
+        if prefetcher is not None and self._planned:
+            self._scores = prefetcher.until
+        self.queue = VictimQueue(table, self._scores)
+        self._version = -1
+
+    @property
+    def scheduled(self) -> bool:
+        """A schedule says what leaves."""
+        return self._planned and self.prefetcher is not None and self.prefetcher.scheduled
+
+    def poll(self) -> None:
+        """Take note of what the engine has done, and of what the plan has changed."""
+        transfers = self.transfers
+        transfers.poll()
+        if transfers.arrived:
+            for page in transfers.arrived:
+                self.policy.arrived(page, self.time)
+                if self.table.is_evictable[page]:
+                    if not self._planned:
+                        self._scores[page] = self.policy.score(page, self.time)
+                    self.queue.push(page, float(self._scores[page]))
+            transfers.arrived.clear()
+        prefetcher = self.prefetcher
+        if prefetcher is None:
+            self.table.left.clear()
+        elif prefetcher.version != self._version:
+            self._version = prefetcher.version
+            if self._planned:
+                self.queue.invalidate()
+
+    def rank(self, page: int) -> None:
+        """A page's use ended: when is it used next, and when does it go?"""
+        prefetcher = self.prefetcher
+        if prefetcher is not None:
+            time = prefetcher.until[page] = prefetcher.next_use(page)
+            if self._planned:
+                if prefetcher.scheduled and LEAVES_NS < time < UNKNOWN_NS / 8:
+                    self.evict((page,))  # at once: nothing is won by waiting
+                else:
+                    self.queue.push(page, time)
+                return
+        score = self._scores[page] = self.policy.score(page, self.time)
+        self.queue.push(page, score)
+
+    def evict(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.policy.evicted(page)
+            self.transfers.evict(page)
+
+    def make(self, frames: int) -> None:
+        """Free frames, whatever it takes.
+
+        Raises:
+            NoRoom: every other page is pinned.
+        """
+        transfers = self.transfers
+        while transfers.available < frames:
+            chosen = take_victims(self.table, self.queue, frames - transfers.available)
+            if chosen is not None:
+                self.evict(chosen)
+                return
+            self.evict(list(self.queue.first()))
+            if transfers.available >= frames or transfers.cancel_one_prefetch():
+                continue
+            on_the_way = any(not self.table.pins[page] for page in transfers.loading)
+            if not (on_the_way and transfers.wait_any()):
+                raise NoRoom
+            self.poll()
+
+    def error(self, frames: int, option: str) -> BudgetError:
+        """``NoRoom`` in words; ``option`` is the name of the budget's setting."""
+        table, total = self.table, self.transfers.num_frames
+        names = sorted(
+            {table.groups[table.pages[p].group].name for p, n in enumerate(table.pins) if n}
+        )
+        return BudgetError(
+            f"{option}: {frames} frames are needed and every other page is in use by "
+            f"{', '.join(names[:8])}; {total} frames of 2 MiB are the budget, use at least "
+            f"{total + frames} ({(total + frames) * 2} MiB)"
+        )

@@ -1,0 +1,36 @@
+"""What a recorded run says about itself to those who run it again: which steps, over which link."""
+
+import numpy as np
+
+from odc.errors import ConfigError
+from odc.memory.events import Act
+from profiler.reader import TraceReader
+
+
+def unbroken_steps(reader: TraceReader) -> range:
+    """Returns the last traced steps that follow each other: only such can be run again."""
+    traced = np.unique(reader.need(columns=("step",))["step"])
+    if not len(traced):
+        return range(0)
+    breaks = np.flatnonzero(np.diff(traced) != 1)
+    first = traced[breaks[-1] + 1] if len(breaks) else traced[0]
+    return range(int(first), int(traced[-1]) + 1)
+
+
+def recorded_bandwidth(reader: TraceReader) -> float:
+    """Returns bytes a second of the link: as the run emulated it, or as its loads went.
+
+    Raises:
+        ConfigError: The run loaded nothing.
+    """
+    emulated = reader.manifest.get("memory", {}).get("link_bandwidth")
+    if emulated:
+        return float(emulated)
+    actions = reader.actions(columns=("act", "bytes", "dur_ns"))
+    loads = np.isin(actions["act"], (Act.LOAD, Act.PREFETCH))
+    duration = int(actions["dur_ns"][loads].sum())
+    if not duration:
+        raise ConfigError(
+            f"{reader.run_dir}: has no loads to measure the link by; name it (--link 2GB/s)"
+        )
+    return float(actions["bytes"][loads].sum()) / duration * 1e9
