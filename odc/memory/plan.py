@@ -18,25 +18,22 @@ of the wish list moves on over pages that are there, and goes back for one that 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from odc.memory.events import FORWARD_PHASES, Kind, Phase
 from odc.memory.orders import CERTAIN, Entry, OrderLibrary, RecordedOrder
+from odc.memory.plan_sets import SOONEST_NS, UNKNOWN_NS, SetTimes
 from odc.memory.scores import SetScorer
 from odc.memory.stations import Visit
 
 LEAVES_NS = 1e15  # added to the time of a page that a schedule lets go
-UNKNOWN_NS = 1e17  # nothing is known of the page's next use; less for what was used later
 _UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
-_SOONEST_NS = 1000.0  # a use is never nearer: keeps 1 / time finite
-_THRESHOLD = 0.35  # least probability at which a page is worth loading ahead
+THRESHOLD = 0.35  # least probability at which a page is worth loading ahead
 _KNOWN_CHAINS = 64  # chains of passes whose first uses are kept
 _SETS_AHEAD = 4  # sets whose new scores are taken in at once; the others when they come near
-_FORWARD = frozenset(int(p) for p in FORWARD_PHASES)
 
 
 class Prefetcher(Protocol):
@@ -92,6 +89,7 @@ class OrderPrefetcher:
         scorer: of the members of sets.
         limits: how far ahead pages may be loaded.
         threshold: least probability at which a page is worth loading ahead.
+        sets: works out the times of pages of sets; ``SetTimes`` where not given.
     """
 
     def __init__(
@@ -99,12 +97,12 @@ class OrderPrefetcher:
         library: OrderLibrary,
         scorer: SetScorer,
         limits: Limits | None = None,
-        threshold: float = _THRESHOLD,
+        threshold: float = THRESHOLD,
+        sets: type[SetTimes] | None = None,
     ) -> None:
         self.library = library
         self.stations = library.stations
         self.table = library.stations.table
-        self.scorer = scorer
         self.limits = limits or Limits()
         self.threshold = threshold
         count = len(self.table.pages)
@@ -115,16 +113,7 @@ class OrderPrefetcher:
         self._cycle: list[RecordedOrder] = []  # the orders that these belong to
         self._schedule: object = None
         self._anew = False  # the schedule has changed
-        self._later = np.full(count, UNKNOWN_NS)  # of pages of sets: after the visit that runs
-        self._in_set = bytearray(count)
-        self._station: list[int] = [-1] * count  # of pages of sets
-        for groups in self.stations.sets:
-            for group in groups:
-                for kind in Kind:
-                    for page in self.table.of(group, kind):
-                        self._in_set[page] = 1
-                        self._station[page] = self.stations.of_group[group]
-        self._hints: dict[int, dict[int, float]] = {}  # set -> member -> score
+        self.sets = (sets or SetTimes)(library, scorer, self.until)
         self._uses = 0
         self._pass = -1
         self._phase = -1
@@ -148,10 +137,8 @@ class OrderPrefetcher:
             self._begin_pass()
         self._remaining = remaining
         set_index = self.stations.stations[visit.station].set_index
-        if set_index >= 0 and visit.phase in _FORWARD and visit.order:
-            assert visit.used is not None
-            self._hints.pop(set_index, None)
-            self.scorer.observe(set_index, visit.used, tokens)
+        if set_index >= 0 and visit.order:
+            self.sets.observe(visit, set_index, tokens)
         if library.order is None:
             return
         self._follow()
@@ -184,8 +171,8 @@ class OrderPrefetcher:
         if order is None:
             self._uses += 1
             return UNKNOWN_NS - _UNKNOWN_STEP * self._uses
-        if self._in_set[page]:
-            return float(self._later[page])
+        if self.sets.holds[page]:
+            return float(self.sets.later[page])
         time = self._time_of(page, order)
         return time + LEAVES_NS if self.scheduled and self._has_to_leave(page, order) else time
 
@@ -233,15 +220,9 @@ class OrderPrefetcher:
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
         """Hold the scores of set members until their set is visited; other groups are certain."""
-        changed = set()
-        for group, score in zip(groups, scores, strict=True):
-            set_index = self.stations.stations[self.stations.of_group[group]].set_index
-            if set_index >= 0:
-                member = self.stations.member_of[group]
-                self._hints.setdefault(set_index, {})[member] = min(max(float(score), 0.0), 1.0)
-                changed.add(set_index)
+        changed = self.sets.hint(groups, scores)
         if self.library.order is not None and self._orders:
-            self._rekey_sets(sorted(changed))
+            self._rekey_sets(changed)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -278,7 +259,7 @@ class OrderPrefetcher:
         """One more pass is in sight: pages that had no use so far may have one in it."""
         far = np.flatnonzero(self.until >= UNKNOWN_NS / 8)
         for page in far.tolist():
-            if not self._in_set[page]:
+            if not self.sets.holds[page]:
                 self.until[page] = self.next_use(page)
                 self.version += 1
 
@@ -334,117 +315,32 @@ class OrderPrefetcher:
             for page, time in enumerate(times):
                 if self._has_to_leave(page, order):
                     times[page] = time + LEAVES_NS
-        outside = np.frombuffer(self._in_set, bool) == 0
+        outside = np.frombuffer(self.sets.holds, bool) == 0
         self.until[outside] = np.array(times)[outside]
         self.version += 1
 
     # -- sets ------------------------------------------------------------------------------------
 
     def _sets_ahead(self) -> list[int]:
-        """The sets whose visits come next; their scores have just changed."""
+        """The sets whose visits come next: their scores have just changed, look at them again."""
         order = self.library.order
         assert order is not None
-        found: list[int] = []
-        places = order.of_station
         position = self.library.position
-        for station, at in places.items():
-            index = bisect_right(at, position)
-            if index < len(at):
-                found.append((at[index] << 32) | station)
-        found = sorted(found)[:_SETS_AHEAD]
-        offset = self._offsets[0]
-        again = {offset + max(position, 0), *(offset + (f >> 32) for f in found)}
+        ahead: list[tuple[int, int]] = []
+        for station, places in order.of_station.items():
+            index = bisect_right(places, position)
+            if index < len(places):
+                ahead.append((places[index], station))
+        ahead = sorted(ahead)[:_SETS_AHEAD]
+        again = {max(position, 0), *(place for place, _ in ahead)}
         self._again = sorted(again.union(self._again))
-        return [self.stations.stations[f & 0xFFFFFFFF].set_index for f in found]
+        return [self.stations.stations[station].set_index for _, station in ahead]
 
-    def _rekey_sets(self, sets: Sequence[int]) -> None:
+    def _rekey_sets(self, sets: Iterable[int]) -> None:
+        passes = list(zip(self._orders, self._starts, strict=True))
         for set_index in sets:
-            self._rekey_set(set_index)
+            self.sets.rekey(set_index, passes, self._remaining)
         self.version += 1
-
-    def _rekey_set(self, set_index: int) -> None:
-        """Times of next use of a set's pages: after the visit that runs, and now."""
-        library = self.library
-        station = self.stations.of_group[self.stations.sets[set_index][0]]
-        now = library.now_ns
-        scores = self.chances(set_index)
-        count = len(scores)
-        keep = np.zeros((len(Kind), count))
-        alive = np.ones((len(Kind), count))
-        seen = 0
-        for time, entry, probability, is_guess in self._visits_of(station, set_index, scores):
-            rate = 1.0 / max(time - now, _SOONEST_NS)
-            for kind in Kind:
-                if not entry.kinds >> kind & 1:
-                    continue
-                if is_guess and kind == Kind.PARAMETER and entry.phase not in _FORWARD:
-                    continue  # its forward's guess already counts
-                used = alive[kind] * probability
-                keep[kind] += used * rate
-                alive[kind] -= used
-                seen |= 1 << kind
-        self._store_times(station, set_index, keep, seen, now)
-
-    def _store_times(
-        self, station: int, set_index: int, keep: np.ndarray, seen: int, now: float
-    ) -> None:
-        pages, _ = self.stations.pages(station, 7)
-        self._later[pages] = UNKNOWN_NS / 2
-        with np.errstate(divide="ignore"):
-            times = now + np.minimum(1.0 / keep, UNKNOWN_NS / 4)
-        for kind in Kind:
-            if not seen >> kind & 1:
-                continue
-            own, members = self.stations.pages(station, 1 << kind)
-            self._later[own] = np.minimum(self._later[own], times[kind][members])
-        self._adjust_times(set_index, station, now)
-        self.until[pages] = self._later[pages]
-        visit = self.library.live[-1] if self.library.live else None
-        if visit is not None and visit.station == station:
-            order = self.library.order
-            kinds = visit.kinds | 1 << Kind.PARAMETER
-            if order is not None and visit.place >= 0:
-                kinds |= order.entries[visit.place].kinds
-            for place, member in enumerate(self._remaining):
-                for page in self.stations.member_pages(station, kinds, member):
-                    self.until[page] = now + place
-
-    def _adjust_times(self, set_index: int, station: int, now: float) -> None:
-        """For those who know more than the scores of the next visit."""
-
-    def _visits_of(
-        self, station: int, set_index: int, scores: np.ndarray
-    ) -> Iterator[tuple[float, Entry, np.ndarray, bool]]:
-        """Visits of a set ahead: time, entry, P(member is used), and whether that is a guess."""
-        for cycle, order in enumerate(self._orders):
-            start = self._starts[cycle]
-            places = order.of_station.get(station, ())
-            first = bisect_right(places, self.library.position) if cycle == 0 else 0
-            for place in places[first:]:
-                entry = order.entries[place]
-                known = self._known(entry, set_index, cycle)
-                yield (
-                    start + order.start_ns[place],
-                    entry,
-                    scores if known is None else known.astype(np.float64),
-                    known is None,
-                )
-
-    def _known(self, entry: Entry, set_index: int, cycle: int) -> np.ndarray | None:
-        """The members that an entry is known to use, or None."""
-        if cycle or entry.phase in _FORWARD:
-            return None
-        if entry.phase == Phase.OPTIMIZER:
-            return self.library.touched[set_index]
-        return self.library.tape[set_index]
-
-    def chances(self, set_index: int) -> np.ndarray:
-        """(num_members,) P(used at the next forward visit), float64."""
-        count = len(self.stations.sets[set_index])
-        scores = np.array(self.scorer.scores()[set_index, :count], np.float64)
-        for member, score in self._hints.get(set_index, {}).items():
-            scores[member] = score
-        return scores
 
     def _fresh_ahead(self) -> int:
         """Frames to leave free: for the next visit, or under a schedule up to the cursor.
@@ -502,8 +398,8 @@ class OrderPrefetcher:
         """The entry ahead that uses a page; where nothing is known of one, the end."""
         for cycle, order in enumerate(self._orders):
             places: Sequence[int] = order.at[page]
-            if self._in_set[page]:
-                places = order.of_station.get(self._station[page], ())
+            if self.sets.holds[page]:
+                places = order.of_station.get(self.sets.station[page], ())
             first = bisect_right(places, self.library.position) if cycle == 0 else 0
             for place in places[first:]:
                 if cycle or self.library.expects(order, place):
@@ -539,130 +435,14 @@ class OrderPrefetcher:
         return order.uses[place] if entry.chance >= self.threshold else ()
 
     def _set_pages(self, entry: Entry, set_index: int, serial: int, cycle: int) -> list[int]:
-        members: Sequence[int]
-        if serial == self.library.position:
-            members = self._remaining
-        else:
-            known = self._known(entry, set_index, cycle)
-            if known is not None:
-                ran = self.library.tape_order[set_index][::-1]
-                members = [m for m in ran if known[m]]
-                members += [m for m in np.flatnonzero(known).tolist() if m not in set(ran)]
-            else:
-                scores = self.chances(set_index)
-                likely = np.flatnonzero(scores >= self.threshold)
-                members = likely[np.argsort(-scores[likely], kind="stable")].tolist()
+        members = self._remaining
+        if serial != self.library.position:
+            members = self.sets.likely(entry, set_index, cycle, self.threshold)
         member_pages = self.stations.member_pages
         return [p for m in members for p in member_pages(entry.station, entry.kinds, m)]
 
 
 def _mean_time(now: float, chance: float, time: float, otherwise: float) -> float:
     """The time of a use that comes with a chance at ``time``, else at ``otherwise``."""
-    soon = chance / max(time - now, _SOONEST_NS)
-    return now + 1.0 / (soon + (1.0 - chance) / max(otherwise - now, _SOONEST_NS))
-
-
-class NextKPrefetcher:
-    """The next ``k`` pages in address order after the page last used; knows no order."""
-
-    def __init__(self, library: OrderLibrary, k: int = 4) -> None:
-        self.stations = library.stations
-        self.table = self.stations.table
-        self.k = k
-        self.until = np.full(len(self.table.pages), UNKNOWN_NS)
-        self.version = 0
-        self.scheduled = False
-        parameters = [p.page for p in self.table.pages if p.kind == Kind.PARAMETER]
-        self._parameters = np.array(parameters, np.int64)
-        self._uses = 0
-        self._wish: list[int] = []
-
-    def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
-        for page in self._wish:
-            self.until[page] = UNKNOWN_NS
-        station = self.stations.stations[visit.station]
-        members = visit.order or [0]
-        last = max(self.table.of(station.groups[members[-1]], Kind.PARAMETER))
-        at = int(np.searchsorted(self._parameters, last)) + 1
-        self._wish = self._parameters[at : at + self.k].tolist()
-        self.until[self._wish] = 0.0
-        self.version += 1
-
-    def next_use(self, page: int) -> float:
-        self._uses += 1
-        return UNKNOWN_NS - _UNKNOWN_STEP * self._uses
-
-    def wanted(self) -> Iterator[tuple[int, int]]:
-        self.table.left.clear()
-        for page in self._wish:
-            if self.table.is_absent[page]:
-                yield page, 0
-
-    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
-        """Takes no hints."""
-
-
-class FutureScorer:
-    """Scores of recorded future visits: 1 for members that will be used, 0 for the others.
-
-    Args:
-        future: for each set, its forward visits to come: (num_visits, num_members) bool.
-    """
-
-    def __init__(self, future: Sequence[np.ndarray]) -> None:
-        self._future = list(future)
-        self._seen = [0] * len(self._future)
-        width = max((f.shape[1] for f in self._future), default=1)
-        self._scores = np.zeros((len(self._future), width), np.float32)
-        for set_index in range(len(self._future)):
-            self._show(set_index)
-
-    def observe(self, set_index: int, used: np.ndarray, tokens: int) -> None:
-        """The next recorded visit of this set has come."""
-        self._seen[set_index] += 1
-        self._show(set_index)
-
-    def scores(self) -> np.ndarray:
-        """(num_sets, max_members) float32."""
-        return self._scores
-
-    def passes_until_use(self, set_index: int) -> np.ndarray:
-        """(num_members,) passes until a member's next use, 1 for the next visit; inf for never."""
-        future = self._future[set_index][self._seen[set_index] :]
-        first = np.full(future.shape[1], np.inf)
-        if len(future):
-            used = future.any(axis=0)
-            first[used] = future.argmax(axis=0)[used] + 1.0
-        return first
-
-    def _show(self, set_index: int) -> None:
-        future, seen = self._future[set_index], self._seen[set_index]
-        row = self._scores[set_index]
-        row[:] = 0.0
-        if seen < len(future):
-            row[: future.shape[1]] = future[seen]
-
-
-class OraclePrefetcher(OrderPrefetcher):
-    """Knows the members of every set's visits to come. For measuring only.
-
-    Args:
-        library, limits: as for ``OrderPrefetcher``.
-        scorer: the recorded future.
-    """
-
-    def __init__(
-        self, library: OrderLibrary, scorer: FutureScorer, limits: Limits | None = None
-    ) -> None:
-        super().__init__(library, scorer, limits)
-        self.future = scorer
-
-    def _adjust_times(self, set_index: int, station: int, now: float) -> None:
-        """Pages without a use in this pass and the next are worth their use in later ones."""
-        order = self.library.order
-        assert order is not None
-        pass_ns = order.total_ns + _SOONEST_NS
-        pages, members = self.stations.pages(station, 7)
-        passes = self.future.passes_until_use(set_index)[members]
-        later = now + np.minimum(passes * pass_ns, UNKNOWN_NS / 4)
-        self._later[pages] = np.minimum(self._later[pages], later)
+    soon = chance / max(time - now, SOONEST_NS)
+    return now + 1.0 / (soon + (1.0 - chance) / max(otherwise - now, SOONEST_NS))

@@ -13,7 +13,8 @@ import numpy as np
 from odc.errors import BudgetError
 from odc.memory.issue import take_victims
 from odc.memory.pages import PageTable
-from odc.memory.plan import LEAVES_NS, UNKNOWN_NS, Prefetcher
+from odc.memory.plan import LEAVES_NS, Prefetcher
+from odc.memory.plan_sets import UNKNOWN_NS
 from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, VictimQueue
 

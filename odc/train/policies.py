@@ -9,8 +9,9 @@ from collections.abc import Callable
 import odc.memory.manager as managing
 from odc.errors import ConfigError
 from odc.memory.manager import PrefetchFactory
+from odc.memory.next_k import NextKPrefetcher
 from odc.memory.orders import OrderLibrary
-from odc.memory.plan import Limits, NextKPrefetcher, OrderPrefetcher, Prefetcher
+from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
 from odc.memory.replay import Workload, oracle_factory
 from odc.memory.scores import ReplayScorer
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Fifo, Gdsf, Lfu, Lru, Mru
