@@ -29,6 +29,9 @@ _MOVES = 600
 _ROUNDS = 2  # of a cycle that is decoded: the second counts
 _SLACKS = (0, 1, 2, 3, 4)  # frames set aside, in units of the largest page
 _AIMED = 0.7  # share of moves that keep a page that was waited for
+_GREEDY_ROUNDS = 3  # to settle, and as many that count
+_AS_GOOD = 1.03
+_CLEARLY = 0.99
 _Keep = list[bool]
 
 
@@ -67,12 +70,14 @@ class Schedule:
 
     Attributes:
         leaves: by order of the cycle and place in it, the pages that leave when this use ends.
+        keep: for each use of the cycle, whether its page stays until the next.
         cycle_ns: time of a cycle, as decoded.
         compute_ns: computation in it.
         loads: pages loaded in a cycle.
     """
 
     leaves: list[list[frozenset[int]]]
+    keep: tuple[bool, ...]
     cycle_ns: float
     compute_ns: float
     loads: float
@@ -167,7 +172,7 @@ class Cycle:
             for at, number in enumerate(numbers):
                 self.before[number] = numbers[at - 1]
                 self.next[number] = numbers[(at + 1) % len(numbers)]
-        self._start = [first_event[u] for u in range(len(self.uses))]
+        self.start = [first_event[u] for u in range(len(self.uses))]
         self._around = [u for u in range(len(self.uses)) if self.next[u] <= u]
 
     # -- decoding --------------------------------------------------------------------------------
@@ -228,26 +233,41 @@ class Cycle:
                         here.pop(page, None)
                         continue
                     keep[u] = True
-                    there = self._start[self.next[u]]
+                    there = self.start[self.next[u]]
                     turns = turn + (there <= number)
                     heapq.heappush(farthest, (-(turns * len(self.events) + there), page, u))
         return keep
 
     # -- the search ------------------------------------------------------------------------------
 
-    def search(self, seed: int = 0) -> Schedule | None:
-        """The best schedule found; None if none fits."""
+    def search(self, last: Schedule | None = None, seed: int = 0) -> Schedule | None:
+        """The best schedule found; None if none fits or the rule without a schedule is faster.
+
+        Args:
+            last: what was followed until now. It is kept if it is nearly as good: another one
+                costs loads until residency fits it.
+            seed: of the moves.
+        """
         largest = max((self.frames[u.page] for u in self.uses), default=1)
         best: tuple[float, float] | None = None
         keep: _Keep = []
-        for slack in _SLACKS:
-            tried = self.fewest_loads(slack * largest)
+        starts: list[_Keep | None] = [self.fewest_loads(n * largest) for n in _SLACKS]
+        before = None
+        if last is not None and len(last.keep) == len(self.uses):
+            starts.append(list(last.keep))
+            before = self.decode(list(last.keep))
+        for tried in starts:
             found = self.decode(tried) if tried is not None else None
             if tried is not None and found is not None and (best is None or found < best):
                 best, keep = found, tried
         if best is None:
             return None
+        greedy_ns = _Greedy(self).run()
         keep, best = self._improve(keep, best, random.Random(seed))
+        if greedy_ns is not None and greedy_ns <= _CLEARLY * best[0]:
+            return None
+        if before is not None and before[0] <= _AS_GOOD * best[0]:
+            return last
         return self._schedule(keep, best)
 
     def _improve(
@@ -293,7 +313,7 @@ class Cycle:
                 if not keep[u] and not self.uses[u].dies:
                     leaves[number][place].add(self.uses[u].page)
         frozen = [[frozenset(pages) for pages in order] for order in leaves]
-        return Schedule(frozen, best[0], self.compute_ns, best[1])
+        return Schedule(frozen, tuple(keep), best[0], self.compute_ns, best[1])
 
 
 class _Lines:
@@ -377,3 +397,117 @@ class _Lines:
                 when = self.store_ns
         self.left_ns[use.page] = when
         heapq.heappush(self.freed, (when, self.cycle.frames[use.page]))
+
+
+class _Greedy:
+    """The cycle run by the rule that needs no schedule: farthest page out, soonest page in.
+
+    Loads start while the line in would otherwise stand idle until the next event, over victims
+    that are needed later than what is loaded.
+    """
+
+    def __init__(self, cycle: Cycle) -> None:
+        self.cycle = cycle
+        self.now = self.line_ns = self.store_ns = 0.0
+        self.free = cycle.num_frames
+        self.last: dict[int, int] = {}  # resident page -> its last use, or -1 before the first
+        self.arrives: dict[int, float] = {}
+        self.pinned: set[int] = set()
+        self.dirty = bytearray(len(cycle.frames))
+        self.farthest: list[tuple[int, int]] = []  # (-moment of next use, page)
+        self.moment = 0
+        self.cursor = 0
+
+    def run(self) -> float | None:
+        """Time of a cycle once it has settled; None if something never fits."""
+        settled_ns = 0.0
+        for turn in range(2 * _GREEDY_ROUNDS):
+            if turn == _GREEDY_ROUNDS:
+                settled_ns = self.now
+            for number, event in enumerate(self.cycle.events):
+                self.moment = turn * len(self.cycle.events) + number
+                if not self._event(event):
+                    return None
+        return (self.now - settled_ns) / _GREEDY_ROUNDS
+
+    def _event(self, event: _Event) -> bool:
+        cycle = self.cycle
+        for u in event.uses:
+            use = cycle.uses[u]
+            self.pinned.add(use.page)
+            if use.page not in self.last:
+                if not self._make_room(cycle.frames[use.page], None):
+                    return False
+                if not use.created:
+                    self._load(use.page)
+                self.free -= cycle.frames[use.page]
+            self.now = max(self.now, self.arrives.pop(use.page, 0.0))
+            self.last[use.page] = u
+            self.dirty[use.page] |= use.dirties
+        self._load_ahead(self.now + event.compute_ns)
+        self.now += event.compute_ns
+        for u in event.ends:
+            self._end(u)
+        return True
+
+    def _end(self, u: int) -> None:
+        use = self.cycle.uses[u]
+        self.pinned.discard(use.page)
+        if use.dies:
+            self.dirty[use.page] = 0
+            del self.last[use.page]
+            self.free += self.cycle.frames[use.page]
+            return
+        heapq.heappush(self.farthest, (-self._next(u), use.page))
+
+    def _next(self, u: int) -> int:
+        """The moment of the next use of the page after a use that is past."""
+        count = len(self.cycle.events)
+        there = self.cycle.start[self.cycle.next[u]]
+        return self.moment + ((there - self.moment - 1) % count) + 1
+
+    def _load(self, page: int) -> None:
+        self.line_ns = max(self.line_ns, self.now) + self.cycle.load_ns[page]
+        self.arrives[page] = self.line_ns
+
+    def _load_ahead(self, until_ns: float) -> None:
+        cycle, count = self.cycle, len(self.cycle.events)
+        self.cursor = max(self.cursor, self.moment + 1)
+        while self.line_ns < until_ns and self.cursor < self.moment + count:
+            event = cycle.events[self.cursor % count]
+            absent = [u for u in event.uses if cycle.uses[u].page not in self.last]
+            absent = [u for u in absent if not cycle.uses[u].created]
+            if not absent:
+                self.cursor += 1
+                continue
+            page = cycle.uses[absent[0]].page
+            if not self._make_room(cycle.frames[page], self.cursor):
+                return
+            self._load(page)
+            self.free -= cycle.frames[page]
+            self.last[page] = cycle.before[absent[0]]
+            heapq.heappush(self.farthest, (-self.cursor, page))
+
+    def _make_room(self, frames: int, before: int | None) -> bool:
+        """Free frames by evicting pages that are needed after a moment (None: any)."""
+        cycle = self.cycle
+        while self.free < frames:
+            if not self.farthest:
+                return False
+            moment, page = self.farthest[0]
+            u = self.last.get(page)
+            if u is None or page in self.pinned or self._next(u) != -moment:
+                heapq.heappop(self.farthest)
+                continue
+            if before is not None and -moment <= before:
+                return False
+            heapq.heappop(self.farthest)
+            del self.last[page]
+            self.arrives.pop(page, None)
+            self.free += cycle.frames[page]
+            self.cursor = min(self.cursor, -moment)
+            if self.dirty[page]:
+                self.dirty[page] = 0
+                self.store_ns = max(self.store_ns, self.now) + cycle.store_ns[page]
+                self.line_ns = max(self.line_ns, self.store_ns)
+        return True
