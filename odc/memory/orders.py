@@ -224,6 +224,11 @@ class RecordedOrder:
         """Whether every pass needs the same pages."""
         return bool(self.entries) and not self.of_station and min(self._chances) >= CERTAIN
 
+    @property
+    def writes(self) -> bool:
+        """Whether its passes change pages."""
+        return any(entry.writes for entry in self.entries)
+
     def _sum_fresh(self) -> None:
         """Running sums of the frames that entries make fresh."""
         self.lasting_fresh, self.dying_fresh, self.most_dying = [0], [0], 0

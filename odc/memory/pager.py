@@ -381,6 +381,8 @@ class Pager:
             state = table.state[page]
             if state == PageState.RESIDENT or page in waiting:
                 continue
+            if state == PageState.EVICTING and transfers.rescue(page):
+                continue
             waiting.append(page)
             if state == PageState.LOADING:
                 continue

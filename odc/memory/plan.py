@@ -112,6 +112,7 @@ class OrderPrefetcher:
         self._leaves: list[list[frozenset[int]]] = []  # of this pass, then of those before it
         self._cycle: Sequence[RecordedOrder] = []  # the orders that these belong to
         self._schedule: object = None
+        self._first: frozenset[int] | None = None
         self._anew = False  # the schedule has changed
         self.sets = (sets or SetTimes)(library, scorer, self.until)
         self._uses = 0
@@ -200,6 +201,8 @@ class OrderPrefetcher:
         at = bisect_right(uses, self.library.position)
         if at:
             return page in self._leaves[0][uses[at - 1]]
+        if self._first is not None:
+            return page in self._first
         for number in (*range(1, len(self._cycle)), 0):
             uses = self._cycle[number].held_at[page]
             if uses:
@@ -211,14 +214,17 @@ class OrderPrefetcher:
         schedule: object,
         orders: Sequence[RecordedOrder],
         leaves: list[list[frozenset[int]]],
+        first: frozenset[int] | None = None,
     ) -> None:
-        """Take a schedule for the pass that begins; its passes recur in a cycle.
+        """Take a schedule for the pass that begins.
 
         Args:
             schedule: what tells it from others; None for no schedule.
             orders: of this pass and those before it, the last one first.
             leaves: for each of them and each place, the pages that leave after their use there.
+            first: pages that leave at once, for a pass that is no part of a cycle.
         """
+        self._first = first
         self._anew = self._anew or schedule is not self._schedule
         self._schedule, self._cycle, self._leaves = schedule, orders, leaves
         self.scheduled = schedule is not None

@@ -18,6 +18,8 @@ from odc.memory.transfers import Transfers
 
 _CHANGED = 0.2  # rates that differ by more than this share make a schedule stale
 _LONGEST = 4  # passes of a cycle
+_SHARE = 0.02  # of a pass, that a search for it alone may take
+_USE_NS = 1200.0  # what decoding a use takes
 _KEPT = 64  # schedules that are remembered
 
 _Key = tuple[tuple[tuple[int, int], ...], int]
@@ -46,8 +48,9 @@ class Rehearsal:
         """A pass has begun: give the prefetcher its schedule, or none."""
         contexts = self._cycle()
         rates = self._rates(transfers)
-        if not contexts or rates is None:
-            self._follow(None, (), [])
+        if rates is None or not contexts:
+            self._followed = None
+            self._follow_run(transfers, rates)
             return
         first = min(range(len(contexts)), key=lambda n: contexts[n:] + contexts[:n])
         turned = contexts[first:] + contexts[:first]
@@ -57,6 +60,28 @@ class Rehearsal:
             transfers.num_frames,
         )
         self._follow(self._schedule(key, orders, rates), orders, contexts)
+
+    def _follow_run(self, transfers: Transfers, rates: Rates | None) -> None:
+        """A pass that is no part of a cycle: a schedule for it alone, from what is resident.
+
+        The next pass is rehearsed with it, so that it finds what it needs. Where nothing is
+        written the rule without a schedule does as well, and does not depend on what comes next.
+        """
+        library = self.library
+        order = library.order
+        schedule = None
+        if rates is not None and order is not None and order.is_certain and order.writes:
+            orders: list[RecordedOrder] = [order]
+            if library.chain and self._is_certain(library.chain[0]):
+                orders.append(library.orders[library.chain[0]])
+            table = library.stations.table
+            here = [p for p, absent in enumerate(table.is_absent) if not absent]
+            run = Cycle(table, orders, transfers.num_frames, rates, here)
+            schedule = run.search(work=int(_SHARE * order.total_ns / _USE_NS))
+        if schedule is None:
+            self.prefetcher.follow(None, [], [])
+        else:
+            self.prefetcher.follow(schedule, [order], schedule.leaves[:1], schedule.first)
 
     def _follow(
         self,
