@@ -133,9 +133,8 @@ class OrderPrefetcher:
 
     def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
         library = self.library
-        begins = library.passes != self._pass
-        if begins:
-            self._begin_pass()
+        self._begin_pass_if_new()
+        begins = self._phase < 0
         self._remaining = remaining
         set_index = self.stations.stations[visit.station].set_index
         if set_index >= 0 and visit.order:
@@ -167,6 +166,7 @@ class OrderPrefetcher:
         self._cursor = max(self._cursor, position)
 
     def next_use(self, page: int) -> float:
+        self._begin_pass_if_new()  # a page may be held from one pass into the next
         library = self.library
         order = library.order
         if order is None:
@@ -232,10 +232,15 @@ class OrderPrefetcher:
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
         """Hold the scores of set members until their set is visited; other groups are certain."""
         changed = self.sets.hint(groups, scores)
+        self._begin_pass_if_new()
         if self.library.order is not None and self._orders:
             self._rekey_sets(changed)
 
     # -- passes ----------------------------------------------------------------------------------
+
+    def _begin_pass_if_new(self) -> None:
+        if self.library.passes != self._pass:
+            self._begin_pass()
 
     def _begin_pass(self) -> None:
         library = self.library

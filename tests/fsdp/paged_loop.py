@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,15 +13,11 @@ from torch import nn
 import odc
 from odc.memory.events import Act, Phase
 from odc.memory.manager import MemoryManager, PrefetchFactory, popularity
-from odc.memory.plan import (
-    FutureScorer,
-    Limits,
-    NextKPrefetcher,
-    OraclePrefetcher,
-    Plan,
-    ReplayPrefetcher,
-)
-from odc.memory.stations import OrderLibrary, Visit
+from odc.memory.next_k import NextKPrefetcher
+from odc.memory.orders import OrderLibrary
+from odc.memory.plan import Limits, OrderPrefetcher
+from odc.memory.replay.oracle import FutureScorer, FutureTimes
+from odc.memory.scores import ReplayScorer
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
 from odc.sizes import parse_size
 from tests.fsdp.plain_loop import (
@@ -35,6 +30,7 @@ from tests.fsdp.plain_loop import (
     parameter_groups,
     schedule,
 )
+from tests.memory.wrong_hints import random_hints
 
 MIB = 1024 * 1024
 
@@ -67,32 +63,10 @@ class Watch:
             assert acts[Act.WRITE_BACK] + acts[Act.EARLY_WRITE_BACK], acts
 
 
-class RandomPrefetcher:
-    """Wrong on purpose: random keep values, and random pages on the wish list."""
-
-    def __init__(self, num_pages: int, seed: int = 0) -> None:
-        self.num_pages = num_pages
-        self.random = np.random.default_rng(seed)
-
-    def observe(self, visit: Visit, tokens: int) -> None:
-        """Learns nothing."""
-
-    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
-        """Takes no hints."""
-
-    def advance(self, visit: Visit) -> bool:
-        return True
-
-    def plan(self, current: Visit | None, remaining: list[int]) -> Plan:
-        keep, keep_next = self.random.random((2, self.num_pages))
-        wish = self.random.integers(0, self.num_pages, 12)
-        return Plan(keep, keep_next, wish, np.sort(self.random.integers(0, 4, 12)))
-
-
 def oracle(needs: list[tuple[int, int, int, int, int]]) -> PrefetchFactory:
     """A prefetcher that knows the experts of an earlier run of the same steps."""
 
-    def make(library: OrderLibrary, weight: np.ndarray, limits: Limits) -> OraclePrefetcher:
+    def make(library: OrderLibrary, limits: Limits) -> OrderPrefetcher:
         stations = library.stations
         visits: list[dict[int, np.ndarray]] = [{} for _ in stations.sets]
         for seq, phase, group, _, _ in needs:
@@ -103,20 +77,22 @@ def oracle(needs: list[tuple[int, int, int, int, int]]) -> PrefetchFactory:
                 )
                 used[stations.member_of[group]] = True
         future = [np.array(list(rows.values())) for rows in visits]
-        return OraclePrefetcher(library, weight, FutureScorer(future), limits)
+        return OrderPrefetcher(library, FutureScorer(future), limits, sets=FutureTimes)
 
     return make
 
 
+def replay(library: OrderLibrary, limits: Limits) -> OrderPrefetcher:
+    """The recorded order, and of each set the members of its last visit."""
+    return OrderPrefetcher(library, ReplayScorer(library.stations.members), limits)
+
+
 POLICIES: dict[str, tuple[type[EvictionPolicy], PrefetchFactory]] = {
-    "lru+none": (Lru, lambda library, weight, limits: None),
-    "lru+next_k": (Lru, lambda library, weight, limits: NextKPrefetcher(library.stations)),
-    "lru+replay": (Lru, lambda library, weight, limits: ReplayPrefetcher(library, weight)),
+    "lru+none": (Lru, lambda library, limits: None),
+    "lru+next_k": (Lru, lambda library, limits: NextKPrefetcher(library)),
+    "lru+replay": (Lru, replay),
     "cost_aware+popularity": (CostAware, popularity),
-    "cost_aware+random": (
-        CostAware,
-        lambda library, weight, limits: RandomPrefetcher(len(weight)),
-    ),
+    "cost_aware+random": (CostAware, random_hints),
 }
 
 

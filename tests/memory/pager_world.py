@@ -17,12 +17,15 @@ from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool
 from odc.memory.home import DiskHome, Home, HostHome
+from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageState, PageTable
-from odc.memory.plan import Plan
-from odc.memory.stations import OrderLibrary, Stations, Visit
+from odc.memory.plan import OrderPrefetcher, Prefetcher
+from odc.memory.scores import PopularityScorer
+from odc.memory.stations import Stations
 from odc.memory.transfers import Transfers
-from odc.memory.victims import Belady, CostAware, Lru
+from odc.memory.victims import Belady, CostAware, Fifo, Gdsf, Lfu, Lru, Mru
+from tests.memory.wrong_hints import RandomPrefetcher
 
 
 class FlakyHome:
@@ -56,31 +59,6 @@ class FlakyHome:
         self.home.close()
 
 
-class RandomPrefetcher:
-    """Plans that mean nothing."""
-
-    def __init__(self, num_pages: int, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.num_pages = num_pages
-
-    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
-        rng, n = self.rng, self.num_pages
-        if rng.random() < 0.1:
-            return None
-        count = int(rng.integers(0, 2 * n))
-        ahead = np.sort(rng.integers(0, 6, count))
-        return Plan(rng.random(n), rng.random(n), rng.integers(0, n, count), ahead)
-
-    def observe(self, visit: Visit, tokens: int) -> None:
-        pass
-
-    def advance(self, visit: Visit) -> bool:
-        return bool(self.rng.random() < 0.6)
-
-    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
-        pass
-
-
 @dataclass
 class Held:
     group: int
@@ -95,7 +73,7 @@ class World:
     seed: int
     home_kind: str = "host"
     folder: Path | None = None
-    prefetch: bool = True
+    prefetch: str = "random"  # or "orders": the shipped one; or "none"
     num_groups: int = 8
     spare_frames: int | None = None
     held: list[Held] = field(default_factory=list)
@@ -124,8 +102,8 @@ class World:
             self.table,
             library,
             self.transfers,
-            rng.choice((Lru(), CostAware(), Belady())),
-            RandomPrefetcher(len(self.table.pages), self.seed) if self.prefetch else None,
+            rng.choice((Lru(), CostAware(), Belady(), Mru(), Fifo(), Lfu(), Gdsf())),
+            self._prefetcher(library),
             Tuning(
                 flight_bytes=rng.choice((2, 8, 64)) * FRAME_BYTES,
                 early_stores=rng.choice((1, 2, 8)),
@@ -137,6 +115,13 @@ class World:
         self.version = 0
         self.right: list[int | None] = [0] * len(self.table.pages)  # a new home is zero
         self.pager.begin_pass(0)
+
+    def _prefetcher(self, library: OrderLibrary) -> Prefetcher | None:
+        if self.prefetch == "random":
+            return RandomPrefetcher(self.table, self.seed)
+        if self.prefetch == "orders":
+            return OrderPrefetcher(library, PopularityScorer(library.stations.members))
+        return None
 
     def _add_group(self, rng: random.Random, group: int) -> None:
         size = rng.choice((1_000, 300_000, 1_200_000, 2_000_000, 5_000_000, 9_000_000))
@@ -239,7 +224,11 @@ class World:
                 self.forget(group, Kind.GRADIENT)
             elif choice < 0.50:
                 self.pager.begin_pass(rng.randrange(2))
-            elif choice < 0.55:
+            elif choice < 0.51:
+                self.pager.end_update()
+            elif choice < 0.53 and self.pager.prefetcher is not None:
+                self.pager.prefetcher.hint(rng.sample(range(8), 3), [rng.random(), 2.0, -1.0])
+            elif choice < 0.57:
                 members = rng.sample(range(3), rng.randint(1, 3))
                 self.pager.open_set(0, members, Phase.FORWARD)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -12,10 +12,11 @@ from odc.memory.engines.base import CommandKind, Ticket
 from odc.memory.engines.virtual import VirtualEngine
 from odc.memory.events import Kind, Op, Phase, Tier
 from odc.memory.frames import FRAME_BYTES
+from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageState, PageTable
-from odc.memory.plan import Plan, Prefetcher
-from odc.memory.stations import OrderLibrary, Stations, Visit
+from odc.memory.plan import Prefetcher
+from odc.memory.stations import Stations, Visit
 from odc.memory.transfers import Transfers
 
 PARAMETER = Kind.PARAMETER
@@ -24,25 +25,30 @@ PAGE_NS = 10_000_000
 
 
 class FixedPlan:
-    """Wishes for the same pages, always; keeps nothing."""
+    """Wishes for the same pages, always; all others are never used again, the last used last."""
 
-    def __init__(self, num_pages: int, wish: Sequence[int]) -> None:
-        self.made = (np.ones(num_pages), np.array(wish, np.int64))
+    scheduled = False
 
-    def plan(self, current: Visit | None, remaining: list[int]) -> Plan | None:
-        keep, wish = self.made
-        worth = keep.copy()
-        worth[wish] = 10.0
-        return Plan(worth, worth.copy(), wish, np.full(len(wish), 9))
+    def __init__(self, table: PageTable, wish: Sequence[int]) -> None:
+        self.table, self.wish = table, list(wish)
+        self.until = np.full(len(table.pages), 1e9)
+        self.until[self.wish] = 1.0
+        self.version = 0
+        self._uses = 0
 
-    def observe(self, visit: Visit, tokens: int) -> None:
-        pass
+    def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
+        """Nothing ever changes."""
 
-    def advance(self, visit: Visit) -> bool:
-        return True
+    def next_use(self, page: int) -> float:
+        self._uses += 1
+        return 1.0 if page in self.wish else 1e9 - self._uses
+
+    def wanted(self) -> Iterator[tuple[int, int]]:
+        self.table.left.clear()
+        yield from ((page, 0) for page in self.wish if self.table.is_absent[page])
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
-        pass
+        """Nor by hints."""
 
 
 class Setup:
@@ -59,7 +65,7 @@ class Setup:
         self.engine = VirtualEngine(PAGE * 100.0, fault=self._fault)
         self.transfers = Transfers(self.table, self.engine, 2 * num_pages, Tier.HOST)
         library = OrderLibrary(Stations(self.table, []))
-        prefetcher: Prefetcher | None = FixedPlan(num_groups, wish) if wish else None
+        prefetcher: Prefetcher | None = FixedPlan(self.table, wish) if wish else None
         self.pager = Pager(self.table, library, self.transfers, prefetcher=prefetcher)
         self.pager.begin_pass(0)
 
