@@ -101,6 +101,10 @@ class Lookahead:
         space = Space(transfers.available, self._items())
         later_than = LEAVES_NS
         for page, fresh in self.prefetcher.wanted():
+            if transfers.rescue(page):
+                space.frames = transfers.available
+                room.keep(page)
+                continue
             space.reserve = self._reserve(fresh)
             if not scheduled:
                 later_than = now + self._margin * (float(until[page]) - now)

@@ -34,6 +34,7 @@ CERTAIN = 0.95  # entries that are skipped less often count as certain
 _LEAST_RATE = 0.05  # how fast chances follow once many passes were seen
 _FORGOTTEN = 0.01  # an entry less likely than this is dropped from its order
 _SMOOTH = 0.3  # weight of the last pass in durations
+_OUTLIER, _OUTLIER_NS = 3.0, 1e6  # a visit that takes longer than so many times the usual is cut
 _MOVED = 0.1  # durations that change by more than this share are compiled anew
 _SUFFIX = 4  # visits that are compared to find a place again
 _PASSES_AHEAD = 8  # passes of a chain
@@ -135,7 +136,8 @@ class RecordedOrder:
         for place, visit in enumerate(live):
             entry = self.entries[place if same else visit.place]
             entry.chance += rate * (1.0 - entry.chance)
-            entry.dur_ns += _SMOOTH * (visit.dur_ns - entry.dur_ns)
+            dur_ns = min(visit.dur_ns, _OUTLIER * entry.dur_ns + _OUTLIER_NS)
+            entry.dur_ns += _SMOOTH * (dur_ns - entry.dur_ns)
             entry.take(visit)
             if visit.kinds | entry.kinds != entry.kinds:
                 entry.kinds |= visit.kinds
@@ -221,6 +223,11 @@ class RecordedOrder:
     def is_certain(self) -> bool:
         """Whether every pass needs the same pages."""
         return bool(self.entries) and not self.of_station and min(self._chances) >= CERTAIN
+
+    @property
+    def writes(self) -> bool:
+        """Whether its passes change pages."""
+        return any(entry.writes for entry in self.entries)
 
     def _sum_fresh(self) -> None:
         """Running sums of the frames that entries make fresh."""

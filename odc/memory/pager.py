@@ -232,6 +232,11 @@ class Pager:
         """The optimizer step is over."""
         self.library.end_update()
 
+    def pause(self) -> None:
+        """The time since the last call, and the visit that runs, are no computation."""
+        self._mark = self._engine.now_ns()
+        self._visit = None
+
     def take(self) -> Counters:
         """Counters since the last call."""
         self._account()
@@ -375,6 +380,8 @@ class Pager:
         for page, op in pages:
             state = table.state[page]
             if state == PageState.RESIDENT or page in waiting:
+                continue
+            if state == PageState.EVICTING and transfers.rescue(page):
                 continue
             waiting.append(page)
             if state == PageState.LOADING:

@@ -110,8 +110,9 @@ class OrderPrefetcher:
         self.version = 0
         self.scheduled = False
         self._leaves: list[list[frozenset[int]]] = []  # of this pass, then of those before it
-        self._cycle: list[RecordedOrder] = []  # the orders that these belong to
+        self._cycle: Sequence[RecordedOrder] = []  # the orders that these belong to
         self._schedule: object = None
+        self._first: frozenset[int] | None = None
         self._anew = False  # the schedule has changed
         self.sets = (sets or SetTimes)(library, scorer, self.until)
         self._uses = 0
@@ -200,22 +201,32 @@ class OrderPrefetcher:
         at = bisect_right(uses, self.library.position)
         if at:
             return page in self._leaves[0][uses[at - 1]]
+        if self._first is not None:
+            return page in self._first
         for number in (*range(1, len(self._cycle)), 0):
             uses = self._cycle[number].held_at[page]
             if uses:
                 return page in self._leaves[number][uses[-1]]
         return False
 
-    def follow(self, schedule: object, leaves: list[list[frozenset[int]]]) -> None:
-        """Take a schedule for the pass that begins; its passes recur in a cycle.
+    def follow(
+        self,
+        schedule: object,
+        orders: Sequence[RecordedOrder],
+        leaves: list[list[frozenset[int]]],
+        first: frozenset[int] | None = None,
+    ) -> None:
+        """Take a schedule for the pass that begins.
 
         Args:
             schedule: what tells it from others; None for no schedule.
-            leaves: for this pass and those before it, the last one first, and for each place, the
-                pages that leave after their use there.
+            orders: of this pass and those before it, the last one first.
+            leaves: for each of them and each place, the pages that leave after their use there.
+            first: pages that leave at once, for a pass that is no part of a cycle.
         """
+        self._first = first
         self._anew = self._anew or schedule is not self._schedule
-        self._schedule, self._leaves = schedule, leaves
+        self._schedule, self._cycle, self._leaves = schedule, orders, leaves
         self.scheduled = schedule is not None
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
@@ -250,7 +261,6 @@ class OrderPrefetcher:
             start += order.total_ns
         follows = library.as_expected and bool(passed) and before[1:] == self._chain[:-1]
         follows, self._anew = follows and not self._anew, False
-        self._cycle = [self._orders[-n % len(self._leaves)] for n in range(len(self._leaves))]
         self._after = self._first_uses()
         if not follows:
             self._cursor = 0

@@ -8,6 +8,7 @@ real device it runs in a thread of its own, and the pass goes on without a sched
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from odc.memory.orders import OrderLibrary, RecordedOrder
@@ -17,6 +18,8 @@ from odc.memory.transfers import Transfers
 
 _CHANGED = 0.2  # rates that differ by more than this share make a schedule stale
 _LONGEST = 4  # passes of a cycle
+_SHARE = 0.02  # of a pass, that a search for it alone may take
+_USE_NS = 1200.0  # what decoding a use takes
 _KEPT = 64  # schedules that are remembered
 
 _Key = tuple[tuple[tuple[int, int], ...], int]
@@ -35,15 +38,19 @@ class Rehearsal:
         self.library = library
         self.prefetcher = prefetcher
         self._pool = ThreadPoolExecutor(1, "odc-rehearsal") if aside else None
+        self._followed: Schedule | None = None
+        self._turn = 0
         self._found: dict[_Key, tuple[Rates, Schedule | None]] = {}
+        self._last: dict[tuple[tuple[int, ...], int], Schedule] = {}
         self._pending: tuple[_Key, Rates, Future[Schedule | None]] | None = None
 
     def begin_pass(self, transfers: Transfers) -> None:
         """A pass has begun: give the prefetcher its schedule, or none."""
         contexts = self._cycle()
         rates = self._rates(transfers)
-        if not contexts or rates is None:
-            self.prefetcher.follow(None, [])
+        if rates is None or not contexts:
+            self._followed = None
+            self._follow_run(transfers, rates)
             return
         first = min(range(len(contexts)), key=lambda n: contexts[n:] + contexts[:n])
         turned = contexts[first:] + contexts[:first]
@@ -52,13 +59,54 @@ class Rehearsal:
             tuple((ctx, o.compiled) for ctx, o in zip(turned, orders, strict=True)),
             transfers.num_frames,
         )
-        schedule = self._schedule(key, orders, rates)
+        self._follow(self._schedule(key, orders, rates), orders, contexts)
+
+    def _follow_run(self, transfers: Transfers, rates: Rates | None) -> None:
+        """A pass that is no part of a cycle: a schedule for it alone, from what is resident.
+
+        The next pass is rehearsed with it, so that it finds what it needs. Where nothing is
+        written the rule without a schedule does as well, and does not depend on what comes next.
+        """
+        library = self.library
+        order = library.order
+        schedule = None
+        if rates is not None and order is not None and order.is_certain and order.writes:
+            orders: list[RecordedOrder] = [order]
+            if library.chain and self._is_certain(library.chain[0]):
+                orders.append(library.orders[library.chain[0]])
+            table = library.stations.table
+            here = [p for p, absent in enumerate(table.is_absent) if not absent]
+            run = Cycle(table, orders, transfers.num_frames, rates, here)
+            schedule = run.search(work=int(_SHARE * order.total_ns / _USE_NS))
         if schedule is None:
-            self.prefetcher.follow(None, [])
+            self.prefetcher.follow(None, [], [])
+        else:
+            self.prefetcher.follow(schedule, [order], schedule.leaves[:1], schedule.first)
+
+    def _follow(
+        self,
+        schedule: Schedule | None,
+        orders: Sequence[RecordedOrder],
+        contexts: Sequence[int],
+    ) -> None:
+        if schedule is None:
+            self._followed = None
+            self.prefetcher.follow(None, [], [])
             return
-        place = -first % len(contexts)
-        leaves = [schedule.leaves[(place - n) % len(contexts)] for n in range(len(contexts))]
-        self.prefetcher.follow(schedule, leaves)
+        if schedule is not self._followed:
+            self._followed = schedule
+            turned = [orders[n % len(orders)] for n in range(len(contexts))]
+            now = self.library.order
+            self._turn = next(n for n, order in enumerate(turned) if order is now)
+        else:
+            self._turn += 1
+        length = len(schedule.leaves)
+        places = [(self._turn - n) % length for n in range(length)]
+        self.prefetcher.follow(
+            schedule,
+            [orders[place % len(orders)] for place in places],
+            [schedule.leaves[place] for place in places],
+        )
 
     def _cycle(self) -> tuple[int, ...]:
         """The contexts that recur from this pass on; () if their orders cannot be rehearsed.
@@ -96,17 +144,15 @@ class Rehearsal:
         known = self._found.get(key)
         if known is not None and _are_close(known[0], rates):
             return known[1]
-        stale = known[1] if known is not None else None
+        contexts = tuple(ctx for ctx, _ in key[0])
+        last = self._last.get((contexts, key[1]))
+        cycle = Cycle(self.library.stations.table, orders, key[1], rates)
         if self._pool is None:
-            self._keep(key, rates, self._cycle_of(key, orders, rates).search())
+            self._keep(key, rates, cycle.search(last))
             return self._found[key][1]
         if self._pending is None:
-            cycle = self._cycle_of(key, orders, rates)
-            self._pending = (key, rates, self._pool.submit(cycle.search))
-        return stale
-
-    def _cycle_of(self, key: _Key, orders: list[RecordedOrder], rates: Rates) -> Cycle:
-        return Cycle(self.library.stations.table, orders, key[1], rates)
+            self._pending = (key, rates, self._pool.submit(cycle.search, last))
+        return last
 
     def _collect(self) -> None:
         if self._pending is not None and self._pending[2].done():
@@ -118,6 +164,8 @@ class Rehearsal:
         if len(self._found) >= _KEPT:
             self._found.pop(next(iter(self._found)))
         self._found[key] = (rates, schedule)
+        if schedule is not None:
+            self._last[tuple(ctx for ctx, _ in key[0]), key[1]] = schedule
 
     def close(self) -> None:
         """Stop searching."""

@@ -87,13 +87,23 @@ class Room:
         if prefetcher is not None:
             time = prefetcher.until[page] = prefetcher.next_use(page)
             if self._planned:
-                if prefetcher.scheduled and LEAVES_NS < time < UNKNOWN_NS / 8:
+                leaves = prefetcher.scheduled and LEAVES_NS < time < UNKNOWN_NS / 8
+                if leaves and not self._has_strangers():
                     self.evict((page,))  # at once: nothing is won by waiting
                 else:
                     self.queue.push(page, time)
                 return
         score = self._scores[page] = self.policy.score(page, self.time)
         self.queue.push(page, score)
+
+    def _has_strangers(self) -> bool:
+        """Pages are here that no pass in sight uses: they go before what a schedule lets go."""
+        first = next(self.queue.first(), None)
+        return first is not None and self._scores[first] >= UNKNOWN_NS / 8
+
+    def keep(self, page: int) -> None:
+        """A page that was to go stays; its time of next use holds."""
+        self.queue.push(page, float(self._scores[page]))
 
     def evict(self, pages: Sequence[int]) -> None:
         for page in pages:

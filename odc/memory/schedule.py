@@ -24,11 +24,14 @@ from odc.memory.events import Kind
 from odc.memory.orders import Entry, RecordedOrder
 from odc.memory.pages import PageTable
 
-_WORK = 250_000  # uses that a search may decode: about a third of a second
+WORK = 250_000  # uses that a search may decode: about a third of a second
 _MOVES = 600
 _ROUNDS = 2  # of a cycle that is decoded: the second counts
 _SLACKS = (0, 1, 2, 3, 4)  # frames set aside, in units of the largest page
 _AIMED = 0.7  # share of moves that keep a page that was waited for
+_GREEDY_ROUNDS = 3  # to settle, and as many that count
+_AS_GOOD = 1.03
+_CLEARLY = 0.99
 _Keep = list[bool]
 
 
@@ -67,29 +70,39 @@ class Schedule:
 
     Attributes:
         leaves: by order of the cycle and place in it, the pages that leave when this use ends.
+        first: pages that leave at the beginning.
+        keep: for each use of the cycle, whether its page stays until the next.
         cycle_ns: time of a cycle, as decoded.
         compute_ns: computation in it.
         loads: pages loaded in a cycle.
     """
 
     leaves: list[list[frozenset[int]]]
+    keep: tuple[bool, ...]
     cycle_ns: float
     compute_ns: float
     loads: float
+    first: frozenset[int] = frozenset()
 
 
 class Cycle:
-    """Passes that follow each other for ever, as events and uses.
+    """Passes as events and uses: a cycle that goes on for ever, or a run from what is resident.
 
     Args:
         table: pages and their sizes.
         orders: recorded orders of the passes, none of which visits a set.
         num_frames: capacity.
         rates: of the lines.
+        resident: what is resident at the beginning of a run; None for a cycle.
     """
 
     def __init__(
-        self, table: PageTable, orders: Sequence[RecordedOrder], num_frames: int, rates: Rates
+        self,
+        table: PageTable,
+        orders: Sequence[RecordedOrder],
+        num_frames: int,
+        rates: Rates,
+        resident: Sequence[int] | None = None,
     ) -> None:
         self.table, self.orders = table, orders
         self.frames = table.frames
@@ -108,7 +121,11 @@ class Cycle:
         for number, order in enumerate(orders):
             self._add_order(number, order)
         self.compute_ns = sum(e.compute_ns for e in self.events)
+        self.num_uses = len(self.uses)  # real ones; behind them stands what is resident
+        self.cyclic = resident is None
+        self.resident = [p for p in resident or () if p not in pinned]
         self._link()
+        self.rounds = _ROUNDS if self.cyclic else 1
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -161,14 +178,32 @@ class Cycle:
         first_event = {u: e for e, event in enumerate(self.events) for u in event.uses}
         for number, use in enumerate(self.uses):
             by_page.setdefault(use.page, []).append(number)
-        self.before = [0] * len(self.uses)
-        self.next = [0] * len(self.uses)
+        count = len(self.uses)
+        self.before, self.next = [-1] * count, [-1] * count
+        self.start = [first_event[u] for u in range(count)]
         for numbers in by_page.values():
             for at, number in enumerate(numbers):
-                self.before[number] = numbers[at - 1]
-                self.next[number] = numbers[(at + 1) % len(numbers)]
-        self._start = [first_event[u] for u in range(len(self.uses))]
-        self._around = [u for u in range(len(self.uses)) if self.next[u] <= u]
+                if at or self.cyclic:
+                    self.before[number] = numbers[at - 1]
+                if at + 1 < len(numbers) or self.cyclic:
+                    self.next[number] = numbers[(at + 1) % len(numbers)]
+        self._around = [u for u in range(count) if 0 <= self.next[u] <= u]
+        for page in self.resident:  # in use until the beginning
+            following = by_page.get(page, [-1])[0]
+            if following >= 0:
+                self.before[following] = len(self.uses)
+            self.uses.append(_Use(page, -1, False, bool(self.table.is_dirty[page]), False))
+            self.before.append(-1)
+            self.next.append(following)
+            self.start.append(-1)
+
+    def moment(self, u: int, turn: int, number: int) -> int:
+        """Number of the event, counted through all turns, that uses a page next after a use."""
+        following = self.next[u]
+        if following < 0:
+            return 1 << 40
+        there = self.start[following]
+        return (turn + (there <= number)) * len(self.events) + there
 
     # -- decoding --------------------------------------------------------------------------------
 
@@ -183,17 +218,20 @@ class Cycle:
         room = self.num_frames - sum(
             frames[uses[u].page] for u in self._around if keep[u] and not uses[u].dies
         )
+        room -= sum(frames[page] for page in self.resident)
         if room < 0:
             return None
         lines = _Lines(self, room)
+        for u in range(self.num_uses, len(uses)):
+            lines.begin(u, keep[u])
         start = 0.0
-        for turn in range(_ROUNDS):
-            if turn == _ROUNDS - 1:
+        for turn in range(self.rounds):
+            if turn == self.rounds - 1:
                 start = lines.now
             for event in self.events:
                 if not lines.run(event, keep, waits):
                     return None
-        return lines.now - start, lines.loads / _ROUNDS
+        return lines.now - start, lines.loads / self.rounds
 
     # -- the fewest loads ------------------------------------------------------------------------
 
@@ -202,9 +240,14 @@ class Cycle:
         keep = [True] * len(self.uses)
         here: dict[int, int] = {}  # page -> its last use
         pinned: set[int] = set()
-        farthest: list[tuple[float, int, int]] = []  # (-next use, page, use)
+        farthest: list[tuple[int, int, int]] = []  # (-next use, page, use)
         free = self.num_frames - spare_frames
-        for turn in range(3):
+        for u in range(self.num_uses, len(self.uses)):
+            page = self.uses[u].page
+            here[page] = u
+            free -= self.frames[page]
+            heapq.heappush(farthest, (-self.moment(u, 0, -1), page, u))
+        for turn in range(3 if self.cyclic else 1):
             for number, event in enumerate(self.events):
                 for u in event.uses:
                     page = self.uses[u].page
@@ -228,36 +271,52 @@ class Cycle:
                         here.pop(page, None)
                         continue
                     keep[u] = True
-                    there = self._start[self.next[u]]
-                    turns = turn + (there <= number)
-                    heapq.heappush(farthest, (-(turns * len(self.events) + there), page, u))
+                    heapq.heappush(farthest, (-self.moment(u, turn, number), page, u))
         return keep
 
     # -- the search ------------------------------------------------------------------------------
 
-    def search(self, seed: int = 0) -> Schedule | None:
-        """The best schedule found; None if none fits."""
+    def search(
+        self, last: Schedule | None = None, work: int = WORK, seed: int = 0
+    ) -> Schedule | None:
+        """The best schedule found; None if none fits or the rule without a schedule is faster.
+
+        Args:
+            last: what was followed until now. It is kept if it is nearly as good: another one
+                costs loads until residency fits it.
+            work: uses that may be decoded.
+            seed: of the moves.
+        """
+        greedy_ns = _Greedy(self).run()
         largest = max((self.frames[u.page] for u in self.uses), default=1)
         best: tuple[float, float] | None = None
         keep: _Keep = []
-        for slack in _SLACKS:
-            tried = self.fewest_loads(slack * largest)
+        starts: list[_Keep | None] = [self.fewest_loads(n * largest) for n in _SLACKS]
+        before = None
+        if last is not None and len(last.keep) == len(self.uses):
+            starts.append(list(last.keep))
+            before = self.decode(list(last.keep))
+        for tried in starts:
             found = self.decode(tried) if tried is not None else None
             if tried is not None and found is not None and (best is None or found < best):
                 best, keep = found, tried
         if best is None:
             return None
-        keep, best = self._improve(keep, best, random.Random(seed))
+        keep, best = self._improve(keep, best, work, random.Random(seed))
+        if greedy_ns is not None and greedy_ns <= _CLEARLY * best[0]:
+            return None
+        if before is not None and before[0] <= _AS_GOOD * best[0]:
+            return last
         return self._schedule(keep, best)
 
     def _improve(
-        self, keep: _Keep, best: tuple[float, float], rng: random.Random
+        self, keep: _Keep, best: tuple[float, float], work: int, rng: random.Random
     ) -> tuple[_Keep, tuple[float, float]]:
-        lasting = [u for u in range(len(self.uses)) if not self.uses[u].dies]
+        lasting = [u for u, use in enumerate(self.uses) if not use.dies and self.next[u] >= 0]
         waits: list[int] = []
         self.decode(keep, waits)
-        moves = min(_MOVES, _WORK // (_ROUNDS * max(len(self.uses), 1)))
-        for _ in range(moves):
+        moves = min(_MOVES, work // (self.rounds * max(len(self.uses), 1)))
+        for _ in range(moves if lasting else 0):
             if best[0] <= self.compute_ns * (1 + 1e-9) and not waits:
                 break
             tried = self._move(keep, waits, lasting, rng)
@@ -273,6 +332,8 @@ class Cycle:
         if waits and rng.random() < _AIMED:
             wanted = self.before[rng.choice(waits)]
         else:
+            wanted = rng.choice(lasting)
+        if wanted < 0:  # it was not there at the beginning
             wanted = rng.choice(lasting)
         kind = rng.random()
         if kind < 0.85:
@@ -293,7 +354,9 @@ class Cycle:
                 if not keep[u] and not self.uses[u].dies:
                     leaves[number][place].add(self.uses[u].page)
         frozen = [[frozenset(pages) for pages in order] for order in leaves]
-        return Schedule(frozen, best[0], self.compute_ns, best[1])
+        real = range(self.num_uses, len(self.uses))
+        first = frozenset(self.uses[u].page for u in real if not keep[u])
+        return Schedule(frozen, tuple(keep), best[0], self.compute_ns, best[1], first)
 
 
 class _Lines:
@@ -330,7 +393,7 @@ class _Lines:
         ready = self.now
         for u in event.uses:
             use, last = cycle.uses[u], cycle.before[u]
-            here = keep[last] and not cycle.uses[last].dies
+            here = last >= 0 and keep[last] and not cycle.uses[last].dies
             if use.created or not here:
                 if not self._take(cycle.frames[use.page]):
                     return False
@@ -348,6 +411,12 @@ class _Lines:
         for u in event.ends:
             self._end(u, keep[u])
         return True
+
+    def begin(self, u: int, kept: bool) -> None:
+        """A page that is resident at the beginning stays or leaves."""
+        use = self.cycle.uses[u]
+        self.dirty[use.page] = use.dirties
+        self._end(u, kept)
 
     def _take(self, count: int) -> bool:
         while self.free < count:
@@ -377,3 +446,121 @@ class _Lines:
                 when = self.store_ns
         self.left_ns[use.page] = when
         heapq.heappush(self.freed, (when, self.cycle.frames[use.page]))
+
+
+class _Greedy:
+    """The cycle run by the rule that needs no schedule: farthest page out, soonest page in.
+
+    Loads start while the line in would otherwise stand idle until the next event, over victims
+    that are needed later than what is loaded.
+    """
+
+    def __init__(self, cycle: Cycle) -> None:
+        self.cycle = cycle
+        self.now = self.line_ns = self.store_ns = 0.0
+        self.free = cycle.num_frames
+        self.until: dict[int, int] = {}  # resident page -> moment of its next use
+        self.arrives: dict[int, float] = {}
+        self.pinned: set[int] = set()
+        self.dirty = bytearray(len(cycle.frames))
+        self.farthest: list[tuple[int, int]] = []  # (-moment of next use, page)
+        self.moment = -1
+        self.cursor = 0
+        for u in range(cycle.num_uses, len(cycle.uses)):
+            use = cycle.uses[u]
+            self.free -= cycle.frames[use.page]
+            self.dirty[use.page] = use.dirties
+            self._wait_for(use.page, cycle.moment(u, 0, -1))
+
+    def run(self) -> float | None:
+        """Time of a run, or of a cycle once it has settled; None if something never fits."""
+        settled_ns = 0.0
+        rounds = _GREEDY_ROUNDS if self.cycle.cyclic else 0
+        for turn in range(2 * rounds or 1):
+            if turn == rounds:
+                settled_ns = self.now
+            for number, event in enumerate(self.cycle.events):
+                self.moment = turn * len(self.cycle.events) + number
+                if not self._event(event):
+                    return None
+        return (self.now - settled_ns) / max(rounds, 1)
+
+    def _event(self, event: _Event) -> bool:
+        cycle = self.cycle
+        for u in event.uses:
+            use = cycle.uses[u]
+            self.pinned.add(use.page)
+            if use.page not in self.until:
+                if not self._make_room(cycle.frames[use.page], None):
+                    return False
+                if not use.created:
+                    self._load(use.page)
+                self.free -= cycle.frames[use.page]
+            self.now = max(self.now, self.arrives.pop(use.page, 0.0))
+            self.until[use.page] = self.moment
+            self.dirty[use.page] |= use.dirties
+        self._load_ahead(self.now + event.compute_ns)
+        self.now += event.compute_ns
+        for u in event.ends:
+            self._end(u)
+        return True
+
+    def _end(self, u: int) -> None:
+        use = self.cycle.uses[u]
+        self.pinned.discard(use.page)
+        if use.dies:
+            self.dirty[use.page] = 0
+            del self.until[use.page]
+            self.free += self.cycle.frames[use.page]
+            return
+        turn, number = divmod(self.moment, len(self.cycle.events))
+        self._wait_for(use.page, self.cycle.moment(u, turn, number))
+
+    def _wait_for(self, page: int, moment: int) -> None:
+        self.until[page] = moment
+        heapq.heappush(self.farthest, (-moment, page))
+
+    def _load(self, page: int) -> None:
+        self.line_ns = max(self.line_ns, self.now) + self.cycle.load_ns[page]
+        self.arrives[page] = self.line_ns
+
+    def _load_ahead(self, until_ns: float) -> None:
+        cycle, count = self.cycle, len(self.cycle.events)
+        self.cursor = max(self.cursor, self.moment + 1)
+        last = self.moment + count if cycle.cyclic else count
+        while self.line_ns < until_ns and self.cursor < last:
+            event = cycle.events[self.cursor % count]
+            absent = [u for u in event.uses if cycle.uses[u].page not in self.until]
+            absent = [u for u in absent if not cycle.uses[u].created]
+            if not absent:
+                self.cursor += 1
+                continue
+            page = cycle.uses[absent[0]].page
+            if not self._make_room(cycle.frames[page], self.cursor):
+                return
+            self._load(page)
+            self.free -= cycle.frames[page]
+            self._wait_for(page, self.cursor)
+
+    def _make_room(self, frames: int, before: int | None) -> bool:
+        """Free frames by evicting pages that are needed after a moment (None: any)."""
+        cycle = self.cycle
+        while self.free < frames:
+            if not self.farthest:
+                return False
+            moment, page = self.farthest[0]
+            if page in self.pinned or self.until.get(page) != -moment:
+                heapq.heappop(self.farthest)
+                continue
+            if before is not None and -moment <= before:
+                return False
+            heapq.heappop(self.farthest)
+            del self.until[page]
+            self.arrives.pop(page, None)
+            self.free += cycle.frames[page]
+            self.cursor = min(self.cursor, -moment)
+            if self.dirty[page]:
+                self.dirty[page] = 0
+                self.store_ns = max(self.store_ns, self.now) + cycle.store_ns[page]
+                self.line_ns = max(self.line_ns, self.store_ns)
+        return True

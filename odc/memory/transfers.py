@@ -266,6 +266,27 @@ class Transfers:
         self._release(page, after)
         self._record(None, -1, page, Act.EVICT, Tier.DEVICE, self.home_tier, 0)
 
+    def rescue(self, page: int) -> bool:
+        """Take an eviction back, if the page is still in its frames and nobody counts on them.
+
+        What is being stored goes on being stored.
+        """
+        ticket = self._evicting.get(page)
+        if ticket is None or self.table.state[page] != PageState.EVICTING:
+            return False
+        frames = self.table.frames[page]
+        entry = (ticket, frames)
+        if entry not in self._coming or not self.engine.cancel(ticket):
+            return False
+        self._coming.remove(entry)
+        self._coming_frames -= frames
+        del self._evicting[page]
+        self.table.set_state(page, PageState.RESIDENT)
+        self.table.is_evictable[page] = self.table.pins[page] == 0
+        self.num_resident += 1
+        self._record(None, -1, page, Act.CANCEL, Tier.DEVICE, self.home_tier, 0)
+        return True
+
     def drop(self, page: int) -> None:
         """A page died: give its frames back, store nothing."""
         after: tuple[Ticket, ...] = ()

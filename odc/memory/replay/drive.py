@@ -85,10 +85,12 @@ class Drive:
         What the pager knows stays: the next step starts with recorded orders and an empty device.
         """
         transfers = self.pager.transfers
+        self.pager.take()
         transfers.drain()
         for page in np.flatnonzero(self.pager.table.evictable).tolist():
             transfers.evict(page)
         transfers.drain()
+        self.pager.pause()
         self.pager.take()
 
     # -- books -----------------------------------------------------------------------------------
