@@ -115,11 +115,12 @@ class Cycle:
 
     elapsed_ns: int
     compute_ns: int
+    waited_ns: int
 
     @property
-    def stall_ns(self) -> int:
-        """All that is not computing."""
-        return self.elapsed_ns - self.compute_ns
+    def own_ns(self) -> int:
+        """Neither computing nor waiting for transfers: the pager's own time."""
+        return self.elapsed_ns - self.compute_ns - self.waited_ns
 
 
 def run_cycle(drive: Drive, before_step: int, *, empty: bool = True) -> Cycle:
@@ -128,7 +129,11 @@ def run_cycle(drive: Drive, before_step: int, *, empty: bool = True) -> Cycle:
         drive.empty()
     before = len(drive.result.passes)
     taken = drive.run(before_step).passes[before:]
-    return Cycle(sum(p.elapsed_ns for p in taken), sum(p.compute_ns for p in taken))
+    return Cycle(
+        sum(p.elapsed_ns for p in taken),
+        sum(p.compute_ns for p in taken),
+        sum(p.waited_ns for p in taken),
+    )
 
 
 class PagedWorkload:
