@@ -57,8 +57,11 @@ def test_the_best_schedule_found_is_no_slower_than_demand_paging() -> None:
         assert row.best_found_s is not None and row.best_found_s < row.elapsed_s
 
 
-def test_the_linear_program_is_solved_for_small_workloads_and_on_demand() -> None:
-    small, larger = (made_case("W3", seed=0, warm_up=1, steps=n) for n in (2, 13))
+def test_the_linear_program_is_solved_for_small_workloads_and_on_demand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("odc.train.simulation.SMALL", 48 * 24)
+    small, larger = (made_case("W3", seed=0, warm_up=1, steps=n) for n in (2, 3))
     for case, lp, solved in (
         (small, None, True),
         (small, False, False),
