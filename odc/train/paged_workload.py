@@ -25,6 +25,12 @@ from odc.memory.replay.drive import Drive
 from odc.train.policies import make_policy
 
 _HEIGHT = 1024  # rows of a page taken as a matrix of floats; page sizes are multiples of 4 KiB
+_WAYS = {
+    Act.LOAD: "in",
+    Act.PREFETCH: "in",
+    Act.WRITE_BACK: "out",
+    Act.EARLY_WRITE_BACK: "out",
+}
 
 
 @contextmanager
@@ -99,14 +105,6 @@ class Log:
         rates = [self._bytes[w] / self._ns[w] * 1e9 if self._ns[w] else None for w in ("in", "out")]
         assert rates[0] is not None
         return Link(rates[0], rates[1], latency_ns=0, frame_move_ns=0)
-
-
-_WAYS = {
-    Act.LOAD: "in",
-    Act.PREFETCH: "in",
-    Act.WRITE_BACK: "out",
-    Act.EARLY_WRITE_BACK: "out",
-}
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ class PagedWorkload:
         self.times: list[list[int]] = []
         self._rate = rate
         self._left = np.full((_HEIGHT, _HEIGHT), 1e-3, np.float32)
-        widest = max(p.num_bytes for p in pages) // 4 // _HEIGHT
+        widest = max(_HEIGHT, *(p.num_bytes // 4 // _HEIGHT for p in pages))
         self._out = np.empty((_HEIGHT, widest), np.float32)
         self._fill()
         self.manager.set_sink(self.log)
@@ -218,9 +216,10 @@ class PagedWorkload:
     def compute(self, group: int, duration_ns: int) -> None:
         """Multiply by the group's parameters as often as takes this long."""
         start = perf_counter_ns()
-        resident = self.manager.table.resident
-        views = [self.views[p] for p in self.manager.table.of(group, Kind.PARAMETER) if resident[p]]
-        operations = 2.0 * max(sum(v.size for v in views), 1)
+        table = self.manager.table
+        views = [self.views[p] for p in table.of(group, Kind.PARAMETER) if table.resident[p]]
+        views = views or [self._left.reshape(-1)]  # behind a walk, parts of it may have left
+        operations = 2.0 * sum(v.size for v in views)
         left = max(round(duration_ns * self._rate / operations), 1)
         while left > 0:
             rows = min(left, _HEIGHT)
