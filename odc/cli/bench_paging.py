@@ -21,8 +21,9 @@ examples:
 Each row pages a made workload for real: frames, copies to and from the home, and a thread that
 computes with the bytes that are there. It runs cycles of a few steps from an empty device, in turn
 with the same computation without paging, which gives the compute times. With these, and with the
-link as its transfers had it, the same needs are simulated. Figures are medians of a step; stalling
-is all that is not computing. difference: simulated less measured, as a share of the measured step.
+link as its transfers had it, the same needs are simulated. Figures are medians of a step. stall:
+waiting for transfers. own: what the pager itself takes, which is not simulated. difference:
+simulated less measured, as a share of the measured step.
 A row counts if the interquartile range of its repeats is at most 5 % of the step. A home in host
 memory is reached over an emulated link of the ratio r; a disk is as fast as it is.
 """
@@ -95,15 +96,15 @@ def format_rows(rows: "Sequence[PagingRow]") -> list[str]:
     """Returns the table as lines of Markdown."""
     lines = [
         "| workload | home | r | step s (IQR) | simulated s | difference | stall s | simulated s "
-        "| window bound s | best found s | link GB/s in, out | counts |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| own s | window bound s | best found s | link GB/s in, out | counts |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         best = "-" if row.best_found_s is None else f"{row.best_found_s:.4f}"
         lines.append(
             f"| {row.workload} | {row.home} | {row.r:.2f} | {row.step_s:.4f} ({row.iqr_s:.4f}) "
             f"| {row.simulated_step_s:.4f} | {row.difference:+.1%} | {row.stall_s:.4f} "
-            f"| {row.simulated_stall_s:.4f} | {row.window_bound_s:.4f} | {best} "
+            f"| {row.simulated_stall_s:.4f} | {row.own_s:.4f} | {row.window_bound_s:.4f} | {best} "
             f"| {row.bandwidth_in / 1e9:.2f}, {row.bandwidth_out / 1e9:.2f} "
             f"| {'yes' if row.counts else 'no'} |"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from odc.cli.exits import UsageError
 
 if TYPE_CHECKING:
-    from odc.train.simulation import Case, Setting, SimRow
+    from odc.train.simulation import Case, ContextRow, Setting, SimRow
 
 _EPILOG = """\
 examples:
@@ -56,7 +56,11 @@ def add_parser(commands: Any) -> None:
     add("--steps", type=int, metavar="N", help="measured steps; default: 6, W4: 12, W5: 8")
     add("--seed", type=int, default=0, metavar="N", help="of workloads and search; default: 0")
     add("--moves", type=int, default=200, metavar="N", help="of the search; 0: none; default: 200")
-    add("--lp", action="store_true", help="solve the linear program where it is not small, too")
+    add(
+        "--lp",
+        action=argparse.BooleanOptionalAction,
+        help="solve the linear program; default: where it is small",
+    )
     add("--contexts", action="store_true", help="a line for each context under every policy")
     add("--json", action="store_true", help="print a list of rows")
     parser.set_defaults(run=run)
@@ -122,13 +126,18 @@ def _lines(rows: "Sequence[SimRow]", contexts: bool) -> list[str]:
             f"{_ratio(row, row.compute_s):>9}{_ratio(row, row.window_bound_s):>8}"
             f"{_ratio(row, row.lp_bound_s):>7}{_ratio(row, row.best_found_s):>7}"
         )
-        for ctx in by_context(row.passes) if contexts else ():
-            first = "" if ctx.first_elapsed_s is None else f", {ctx.first_elapsed_s:.3f} s first"
-            lines.append(
-                f"  context {ctx.ctx}: {ctx.passes} passes of {ctx.elapsed_s:.3f} s{first}, "
-                f"compute {ctx.compute_s:.3f} s"
-            )
+        if contexts:
+            lines += [_context(ctx) for ctx in by_context(row)]
     return lines
+
+
+def _context(ctx: "ContextRow") -> str:
+    first = "" if ctx.first_elapsed_s is None else f", the first {ctx.first_elapsed_s:.3f} s"
+    best = "" if ctx.best_found_s is None else f", best found {ctx.best_found_s:.3f} s"
+    return (
+        f"  context {ctx.ctx}: {ctx.passes} passes of {ctx.elapsed_s:.3f} s{first}{best}, "
+        f"compute {ctx.compute_s:.3f} s"
+    )
 
 
 def _ratio(row: "SimRow", reference: float | None) -> str:

@@ -61,16 +61,27 @@ class Lookahead:
         self.prefetcher = prefetcher
         self.tuning = tuning
         self.created = False
+        self._mark = (transfers.engine.now_ns(), 0)  # when the last pass began, bytes until then
         self._margin = _SET_MARGIN if library.stations.sets else 1.0
         self._largest = max((p.num_bytes for p in self.table.pages), default=0)
         self._flight_bytes = max(tuning.flight_bytes, 2 * self._largest)
 
     def begin_pass(self) -> None:
         """Put enough in flight for the longest time without a hook."""
+        self._measure_line()
         order = self.library.order
         if order is not None:
             gap = int(order.longest_ns * self.transfers.bytes_per_ns) + self._largest
             self._flight_bytes = max(self.tuning.flight_bytes, 2 * self._largest, gap)
+
+    def _measure_line(self) -> None:
+        """How busy the line in was since the last pass began."""
+        transfers = self.transfers
+        now, moved = transfers.engine.now_ns(), transfers.total_in
+        elapsed, loaded = now - self._mark[0], moved - self._mark[1]
+        self._mark = (now, moved)
+        if elapsed > 0 and transfers.bytes_per_ns:
+            self.prefetcher.utilization = min(loaded / transfers.bytes_per_ns / elapsed, 1.0)
 
     def think(self) -> None:
         """Load ahead and write back early, as far as the plan and the lines allow."""

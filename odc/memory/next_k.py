@@ -24,6 +24,7 @@ class NextKPrefetcher:
         self.until = np.full(len(self.table.pages), UNKNOWN_NS)
         self.version = 0
         self.scheduled = False
+        self.utilization = 0.0
         parameters = [p.page for p in self.table.pages if p.kind == Kind.PARAMETER]
         self._parameters = np.array(parameters, np.int64)
         self._uses = 0

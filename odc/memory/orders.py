@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,6 +33,8 @@ _FORWARD = frozenset(int(p) for p in FORWARD_PHASES)
 _MIRRORED = frozenset((int(Phase.BACKWARD), int(Phase.RECOMPUTE)))
 CERTAIN = 0.95  # entries that are skipped less often count as certain
 _LEAST_RATE = 0.05  # how fast chances follow once many passes were seen
+_FOLLOW_RATE = 0.05  # how fast old followers fade
+_REACH = 16  # entries for which chances follow from where the pass is
 _FORGOTTEN = 0.01  # an entry less likely than this is dropped from its order
 _SMOOTH = 0.3  # weight of the last pass in durations
 _OUTLIER, _OUTLIER_NS = 3.0, 1e6  # a visit that takes longer than so many times the usual is cut
@@ -41,7 +44,7 @@ _PASSES_AHEAD = 8  # passes of a chain
 _CONTEXTS_BACK = 6  # contexts that tell which one comes next
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """A visit of a recorded order.
 
@@ -50,6 +53,7 @@ class Entry:
         dur_ns: compute until the next visit, smoothed over passes.
         chance: share of passes that made it, the recent ones counting more.
         used, order: members of the last visit of a set.
+        followers: how often, of late, which entry came next.
     """
 
     station: int
@@ -66,9 +70,17 @@ class Entry:
     used: np.ndarray | None = None
     order: list[int] = field(default_factory=list)
 
+    followers: dict[Entry, float] = field(default_factory=dict)
+
     @property
     def key(self) -> int:
         return visit_key(self.station, self.phase)
+
+    def followed_by(self, entry: Entry) -> None:
+        """Another visit was followed by one of ``entry``."""
+        for other in self.followers:
+            self.followers[other] *= 1.0 - _FOLLOW_RATE
+        self.followers[entry] = self.followers.get(entry, 0.0) + 1.0
 
     @property
     def dies(self) -> bool:
@@ -92,6 +104,8 @@ class RecordedOrder:
         entries: in order.
         passes: passes recorded.
         compiled: how often the rest was worked out.
+        is_certain: every pass needs the same pages, and no sets are among them.
+        writes: passes change pages.
         start_ns: compute from the beginning of the pass to each entry.
         total_ns: compute of a pass.
         longest_ns: the most compute between two visits.
@@ -110,6 +124,8 @@ class RecordedOrder:
         self.entries: list[Entry] = []
         self.passes = 0
         self.compiled = 0
+        self.is_certain = False
+        self.writes = False
         self.longest_ns = 0.0
         self._chances: list[float] = []
         self.lasting_fresh: list[int] = [0]
@@ -124,6 +140,7 @@ class RecordedOrder:
         self.of_station: dict[int, list[int]] = {}
         self._places: dict[int, list[int]] = {}
         self._keys: list[int] = []
+        self._place_of: dict[Entry, int] = {}
 
     def record(self, live: list[Visit]) -> bool:
         """Take in a pass; returns whether entries or their times changed."""
@@ -144,10 +161,31 @@ class RecordedOrder:
                 grown = True
             if visit.used is not None:
                 entry.used, entry.order = visit.used, visit.order
+        if self.passes > 1 and not (same and self.is_certain):
+            visited = [self.entries[place if same else v.place] for place, v in enumerate(live)]
+            for entry, following in pairwise(visited):
+                entry.followed_by(following)
         if not grown and not self._has_moved():
             return False
         self._compile()
         return True
+
+    def reach(self, position: int) -> list[float]:
+        """P(visited in this pass) of the entries behind ``position``, as far as that tells."""
+        last = min(position + 1 + _REACH, len(self.entries))
+        chances = [0.0] * (last - position)
+        chances[0] = 1.0
+        for place in range(position, last - 1):
+            followers = self.entries[place].followers
+            total = sum(followers.values())
+            share = chances[place - position]
+            if not share or not total:
+                continue
+            for entry, weight in followers.items():
+                there = self._place_of[entry] - position
+                if place - position < there < len(chances):
+                    chances[there] += share * weight / total
+        return chances[1:]
 
     def _has_moved(self) -> bool:
         """Whether durations or chances are no longer those that were compiled."""
@@ -191,6 +229,11 @@ class RecordedOrder:
         entries, stations = self.entries, self.stations
         self.compiled += 1
         self._keys = [e.key for e in entries]
+        self._place_of = {entry: place for place, entry in enumerate(entries)}
+        for entry in entries:
+            gone = [other for other in entry.followers if other not in self._place_of]
+            for other in gone:
+                del entry.followers[other]
         self._chances = [e.chance for e in entries]
         self.longest_ns = max((e.dur_ns for e in entries), default=0.0)
         self.start_ns, self.total_ns = [], 0.0
@@ -217,17 +260,9 @@ class RecordedOrder:
                 self.at[page].append(place)
             for page in stations.member_pages(entry.station, entry.kinds | entry.creates):
                 self.held_at[page].append(place)
+        self.is_certain = not self.of_station and min(self._chances, default=0.0) >= CERTAIN
+        self.writes = any(entry.writes for entry in entries)
         self._sum_fresh()
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether every pass needs the same pages."""
-        return bool(self.entries) and not self.of_station and min(self._chances) >= CERTAIN
-
-    @property
-    def writes(self) -> bool:
-        """Whether its passes change pages."""
-        return any(entry.writes for entry in self.entries)
 
     def _sum_fresh(self) -> None:
         """Running sums of the frames that entries make fresh."""

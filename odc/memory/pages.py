@@ -186,7 +186,7 @@ class PageTable:
         for group, rows in enumerate(rows_of):
             table.groups.append(_traced_spec(columns, rows))
             for kind in Kind:
-                own = tuple(p.page for p in table.pages if p.group == group and p.kind == kind)
+                own = tuple(table.pages[r].page for r in rows if table.pages[r].kind == kind)
                 table._by_kind[group, kind] = own or table._by_kind.get((group, 0), ())
         table.seal()
         return table

@@ -31,6 +31,8 @@ from odc.memory.stations import Visit
 
 LEAVES_NS = 1e15  # added to the time of a page that a schedule lets go
 _UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
+_NEVER = 0.02  # what is less likely is not expected
+_WORTH = 0.3  # least chance at which an entry is worth a load on a line that is always busy
 THRESHOLD = 0.35  # least probability at which a page is worth loading ahead
 _KNOWN_CHAINS = 64  # chains of passes whose first uses are kept
 _SETS_AHEAD = 4  # sets whose new scores are taken in at once; the others when they come near
@@ -44,11 +46,14 @@ class Prefetcher(Protocol):
             ``LEAVES_NS`` on the page is to leave, or nothing is known of its next use.
         version: changes when many of them did.
         scheduled: a schedule says what leaves; only that makes room for loads ahead.
+        utilization: share of the last pass for which the line in was busy, told by the pager: on
+            a line that stands idle much less likely pages are worth a load.
     """
 
     until: np.ndarray
     version: int
     scheduled: bool
+    utilization: float
 
     def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
         """A visit began. ``remaining``: members of its set that will run, in order.
@@ -109,6 +114,9 @@ class OrderPrefetcher:
         self.until = np.full(count, UNKNOWN_NS)
         self.version = 0
         self.scheduled = False
+        self.utilization = 0.0
+        self._given_up: set[int] = set()  # entries of this pass that cannot come any more
+        self._reach: list[float] = []  # chances of the next entries, where they are uncertain
         self._leaves: list[list[frozenset[int]]] = []  # of this pass, then of those before it
         self._cycle: Sequence[RecordedOrder] = []  # the orders that these belong to
         self._schedule: object = None
@@ -142,6 +150,7 @@ class OrderPrefetcher:
         if library.order is None:
             return
         self._follow()
+        self._look_ahead()
         if self.stations.sets and (begins or visit.phase != self._phase):
             self._rekey_sets(range(len(self.stations.sets)))
             self._cursor = max(library.position, 0)
@@ -165,6 +174,32 @@ class OrderPrefetcher:
         self._position = position
         self._cursor = max(self._cursor, position)
 
+    def _look_ahead(self) -> None:
+        """Where passes differ: which of the next entries can still come, seen from here."""
+        order, position = self.library.order, self.library.position
+        assert order is not None
+        if order.is_certain or position < 0:
+            self._reach = []
+            return
+        self._reach = order.reach(position)
+        for place, chance in enumerate(self._reach, start=position + 1):
+            if chance < _NEVER and place not in self._given_up:
+                self._given_up.add(place)
+                for page in order.uses[place]:
+                    self.until[page] = self.next_use(page)
+                    self.version += 1
+
+    def _chance(self, order: RecordedOrder, place: int) -> float:
+        """P(an entry of this pass is visited), from where the pass is and from its tape."""
+        library = self.library
+        if not library.expects(order, place):
+            return 0.0
+        mirror = order.mirror[place]
+        if 0 <= mirror <= library.position:
+            return 1.0
+        ahead = place - library.position - 1
+        return self._reach[ahead] if ahead < len(self._reach) else order.entries[place].chance
+
     def next_use(self, page: int) -> float:
         self._begin_pass_if_new()  # a page may be held from one pass into the next
         library = self.library
@@ -186,10 +221,10 @@ class OrderPrefetcher:
             return after
         for at in range(bisect_right(uses, library.position), len(uses)):
             place = uses[at]
-            if not library.expects(order, place):
+            chance = self._chance(order, place)
+            if chance < _NEVER:
                 continue
             time = library.base_ns + order.start_ns[place]
-            chance = order.entries[place].chance
             if chance >= CERTAIN or order.mirror[place] >= 0:
                 return time
             return _mean_time(library.now_ns, chance, time, after)
@@ -245,6 +280,8 @@ class OrderPrefetcher:
     def _begin_pass(self) -> None:
         library = self.library
         self._pass, self._phase, self._position = library.passes, -1, -1
+        self._given_up.clear()
+        self._reach = []
         passed = len(self._orders[0].entries) if self._orders else 0
         before, self._chain = self._chain, library.chain
         self._orders, self._offsets, self._starts = [], [0], []
@@ -442,12 +479,11 @@ class OrderPrefetcher:
         set_index = self.stations.stations[entry.station].set_index
         if set_index >= 0:
             return self._set_pages(entry, set_index, serial, cycle)
-        if cycle == 0:
-            if place > self.library.position and not self.library.expects(order, place):
-                return ()
-            if order.mirror[place] >= 0 and order.mirror[place] <= self.library.position:
-                return order.uses[place]
-        return order.uses[place] if entry.chance >= self.threshold else ()
+        chance = entry.chance
+        if cycle == 0 and place > self.library.position:
+            chance = self._chance(order, place)
+        worth = max(_WORTH * self.utilization, _NEVER)
+        return order.uses[place] if chance >= min(worth, CERTAIN) else ()
 
     def _set_pages(self, entry: Entry, set_index: int, serial: int, cycle: int) -> list[int]:
         members = self._remaining

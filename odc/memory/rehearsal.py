@@ -71,9 +71,10 @@ class Rehearsal:
         order = library.order
         schedule = None
         if rates is not None and order is not None and order.is_certain and order.writes:
-            orders: list[RecordedOrder] = [order]
-            if library.chain and self._is_certain(library.chain[0]):
-                orders.append(library.orders[library.chain[0]])
+            orders = [order]
+            following = library.orders.get(library.chain[0]) if library.chain else None
+            if following is not None and following.is_certain:
+                orders.append(following)
             table = library.stations.table
             here = [p for p, absent in enumerate(table.is_absent) if not absent]
             run = Cycle(table, orders, transfers.num_frames, rates, here)

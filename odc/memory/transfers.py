@@ -77,6 +77,7 @@ class Transfers:
         self.sink: Sink | None = None
         self.bytes_in = 0
         self.bytes_out = 0
+        self.total_in = 0  # bytes loaded since the beginning
         self.loading: dict[int, Ticket] = {}
         self.storing: dict[int, _Storing] = {}
         self.in_flight_bytes = 0
@@ -203,6 +204,7 @@ class Transfers:
         self.num_resident += 1
         if ticket.kind == CommandKind.LOAD:
             num_bytes = table.pages[page].num_bytes
+            self.total_in += num_bytes
             self.bytes_per_ns = _smoothed(self.bytes_per_ns, num_bytes, ticket.dur_ns)
             self.in_flight_bytes -= num_bytes
             seq = self._demanded.pop(page, -1)

@@ -25,6 +25,12 @@ from odc.memory.replay.drive import Drive
 from odc.train.policies import make_policy
 
 _HEIGHT = 1024  # rows of a page taken as a matrix of floats; page sizes are multiples of 4 KiB
+_WAYS = {
+    Act.LOAD: "in",
+    Act.PREFETCH: "in",
+    Act.WRITE_BACK: "out",
+    Act.EARLY_WRITE_BACK: "out",
+}
 
 
 @contextmanager
@@ -101,25 +107,18 @@ class Log:
         return Link(rates[0], rates[1], latency_ns=0, frame_move_ns=0)
 
 
-_WAYS = {
-    Act.LOAD: "in",
-    Act.PREFETCH: "in",
-    Act.WRITE_BACK: "out",
-    Act.EARLY_WRITE_BACK: "out",
-}
-
-
 @dataclass(frozen=True)
 class Cycle:
     """What some steps took."""
 
     elapsed_ns: int
     compute_ns: int
+    waited_ns: int
 
     @property
-    def stall_ns(self) -> int:
-        """All that is not computing."""
-        return self.elapsed_ns - self.compute_ns
+    def own_ns(self) -> int:
+        """Neither computing nor waiting for transfers: the pager's own time."""
+        return self.elapsed_ns - self.compute_ns - self.waited_ns
 
 
 def run_cycle(drive: Drive, before_step: int, *, empty: bool = True) -> Cycle:
@@ -128,7 +127,11 @@ def run_cycle(drive: Drive, before_step: int, *, empty: bool = True) -> Cycle:
         drive.empty()
     before = len(drive.result.passes)
     taken = drive.run(before_step).passes[before:]
-    return Cycle(sum(p.elapsed_ns for p in taken), sum(p.compute_ns for p in taken))
+    return Cycle(
+        sum(p.elapsed_ns for p in taken),
+        sum(p.compute_ns for p in taken),
+        sum(p.waited_ns for p in taken),
+    )
 
 
 class PagedWorkload:
@@ -181,7 +184,7 @@ class PagedWorkload:
         self.times: list[list[int]] = []
         self._rate = rate
         self._left = np.full((_HEIGHT, _HEIGHT), 1e-3, np.float32)
-        widest = max(p.num_bytes for p in pages) // 4 // _HEIGHT
+        widest = max(_HEIGHT, *(p.num_bytes // 4 // _HEIGHT for p in pages))
         self._out = np.empty((_HEIGHT, widest), np.float32)
         self._fill()
         self.manager.set_sink(self.log)
@@ -213,9 +216,10 @@ class PagedWorkload:
     def compute(self, group: int, duration_ns: int) -> None:
         """Multiply by the group's parameters as often as takes this long."""
         start = perf_counter_ns()
-        resident = self.manager.table.resident
-        views = [self.views[p] for p in self.manager.table.of(group, Kind.PARAMETER) if resident[p]]
-        operations = 2.0 * max(sum(v.size for v in views), 1)
+        table = self.manager.table
+        views = [self.views[p] for p in table.of(group, Kind.PARAMETER) if table.resident[p]]
+        views = views or [self._left.reshape(-1)]  # behind a walk, parts of it may have left
+        operations = 2.0 * sum(v.size for v in views)
         left = max(round(duration_ns * self._rate / operations), 1)
         while left > 0:
             rows = min(left, _HEIGHT)

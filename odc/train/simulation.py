@@ -11,10 +11,11 @@ The link has a bandwidth each way and nothing else: no latency, free moves of fr
 bounds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from odc.errors import ConfigError
@@ -157,19 +158,23 @@ class Floors:
     Attributes:
         window_bound_s, lp_bound_s: No schedule is faster.
         best_found_s: A schedule that is this fast exists; it knows the whole future.
+        best_found_pass_s: Each measured pass of that schedule.
     """
 
     window_bound_s: float
     best_found_s: float | None
+    best_found_pass_s: list[float] | None
     lp_bound_s: float | None
 
 
-def find_floors(case: Case, setting: Setting, *, moves: int, seed: int, lp: bool) -> Floors:
+def find_floors(
+    case: Case, setting: Setting, *, moves: int, seed: int, lp: bool | None = None
+) -> Floors:
     """Returns the bounds and the best schedule found.
 
     Args:
         moves: Of the search; 0 leaves it out.
-        lp: Also solve the linear program where it is not small.
+        lp: Whether to solve the linear program; `None`: where it is small.
 
     Raises:
         OdcError: scipy is missing.
@@ -179,12 +184,13 @@ def find_floors(case: Case, setting: Setting, *, moves: int, seed: int, lp: bool
     speed = (link.bandwidth_in, link.bandwidth_out or link.bandwidth_in)
     window = window_bound(accesses, setting.budget_bytes, *speed)
     found = best_found(accesses, frames, *speed, moves=moves, seed=seed) if moves else None
-    solves = lp or accesses.num_accesses * accesses.num_pages <= SMALL
+    solves = accesses.num_accesses * accesses.num_pages <= SMALL if lp is None else lp
     solves = solves and accesses.num_accesses <= MOST_ACCESSES
     fluid = fluid_bound(accesses, frames, *speed) if solves else None
     return Floors(
         window.elapsed_s,
         None if found is None else found.elapsed_s,
+        None if found is None else found.pass_s,
         None if fluid is None else fluid.elapsed_s,
     )
 
@@ -212,6 +218,7 @@ class SimRow:
     elapsed_s: float
     window_bound_s: float
     best_found_s: float | None
+    best_found_pass_s: list[float] | None
     lp_bound_s: float | None
     bytes_in: int
     bytes_out: int
@@ -219,9 +226,7 @@ class SimRow:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the row as JSON values."""
-        passes = [_pass_json(p) for p in self.passes]
-        row = {k: v for k, v in vars(self).items() if k != "passes"}
-        return row | {"passes": passes}
+        return vars(self) | {"passes": [_pass_json(p) for p in self.passes]}
 
 
 def run_policy(case: Case, setting: Setting, policy: str, floors: Floors) -> SimRow:
@@ -258,27 +263,34 @@ def run_policy(case: Case, setting: Setting, policy: str, floors: Floors) -> Sim
 
 @dataclass(frozen=True)
 class ContextRow:
-    """The passes of one context, means of a pass in s."""
+    """The passes of one context, means of a pass in s.
+
+    Attributes:
+        first_elapsed_s: Of the passes before which another context ran; `None`: there is none.
+        best_found_s: Of the same passes in the best schedule found.
+    """
 
     ctx: int
     passes: int
     compute_s: float
     elapsed_s: float
     first_elapsed_s: float | None
-    """Of the passes before which another context ran; `None` where there is none."""
+    best_found_s: float | None
 
 
-def by_context(passes: Sequence[PassResult]) -> Iterator[ContextRow]:
+def by_context(row: SimRow) -> Iterator[ContextRow]:
     """Yields what each context took, contexts in ascending order."""
-    for ctx in sorted({p.ctx for p in passes}):
-        own = [p for p in passes if p.ctx == ctx]
-        firsts = [p.elapsed_ns for p in own if p.first]
+    best = row.best_found_pass_s
+    for ctx in sorted({p.ctx for p in row.passes}):
+        own = [(at, p) for at, p in enumerate(row.passes) if p.ctx == ctx]
+        firsts = [p.elapsed_ns / 1e9 for _, p in own if p.first]
         yield ContextRow(
             ctx,
             len(own),
-            sum(p.compute_ns for p in own) / len(own) / 1e9,
-            sum(p.elapsed_ns for p in own) / len(own) / 1e9,
-            sum(firsts) / len(firsts) / 1e9 if firsts else None,
+            fmean(p.compute_ns / 1e9 for _, p in own),
+            fmean(p.elapsed_ns / 1e9 for _, p in own),
+            fmean(firsts) if firsts else None,
+            fmean(best[at] for at, _ in own) if best is not None else None,
         )
 
 

@@ -147,6 +147,17 @@ def test_train_ends_with_the_figures_that_the_dashboard_shows(profiled):
     assert f"{units.size(row.bytes_in)} in, {units.size(row.bytes_out)} out" in told
 
 
+def test_a_run_with_experts_is_simulated_and_no_policy_beats_its_bound(profiled, capsys):
+    """Experts may run in another order than recorded: the bound holds for any."""
+    words = ["--budget", "50%", "--r", "2", "--warm-up", "6", "--steps", "4", "--moves", "5"]
+    assert main(["simulate", str(profiled), *words, "--no-lp", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {"lru+none", "cost_aware+popularity", "cost_aware+oracle"} <= {r["policy"] for r in rows}
+    for row in rows:
+        assert row["window_bound_s"] <= row["elapsed_s"] * (1 + 1e-6)
+        assert row["steps"] == 4 and row["r"] == 2
+
+
 def test_runs_have_a_name_of_their_own_and_resume_finds_the_newest(
     tiny, tmp_path, monkeypatch, capsys
 ):

@@ -57,9 +57,17 @@ def test_the_best_schedule_found_is_no_slower_than_demand_paging() -> None:
         assert row.best_found_s is not None and row.best_found_s < row.elapsed_s
 
 
-def test_the_linear_program_is_solved_for_small_workloads_and_on_demand() -> None:
-    small, larger = (made_case("W3", seed=0, warm_up=1, steps=n) for n in (2, 13))
-    for case, lp, solved in ((small, False, True), (larger, False, False), (larger, True, True)):
+def test_the_linear_program_is_solved_for_small_workloads_and_on_demand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("odc.train.simulation.SMALL", 48 * 24)
+    small, larger = (made_case("W3", seed=0, warm_up=1, steps=n) for n in (2, 3))
+    for case, lp, solved in (
+        (small, None, True),
+        (small, False, False),
+        (larger, None, False),
+        (larger, True, True),
+    ):
         setting = make_setting(case, budget=0.5, r=2.0)
         floors = find_floors(case, setting, moves=0, seed=0, lp=lp)
         assert floors.best_found_s is None
@@ -72,7 +80,7 @@ def test_the_linear_program_is_solved_for_small_workloads_and_on_demand() -> Non
 def test_contexts_are_told_apart() -> None:
     case = made_case("W4", seed=0, warm_up=4, steps=4)
     (row,) = rows(case, ["cost_aware+popularity"])
-    found = {one.ctx: one for one in by_context(row.passes)}
+    found = {one.ctx: one for one in by_context(row)}
     assert sorted(found) == [0, 1, 3]
     assert sum(one.passes for one in found.values()) == len(row.passes)
     total = sum(one.passes * one.elapsed_s for one in found.values())
@@ -81,7 +89,11 @@ def test_contexts_are_told_apart() -> None:
     assert found[3].first_elapsed_s == pytest.approx(
         sum(p.elapsed_ns for p in firsts) / len(firsts) / 1e9
     )
-    assert list(by_context([])) == []
+    best = row.best_found_pass_s
+    assert best is not None and len(best) == len(row.passes)
+    assert sum(best) == pytest.approx(row.best_found_s)
+    own = [at for at, p in enumerate(row.passes) if p.ctx == 3]
+    assert found[3].best_found_s == pytest.approx(sum(best[at] for at in own) / len(own))
 
 
 def test_rows_as_json_hold_every_field() -> None:

@@ -136,6 +136,7 @@ class Drive:
                 self._pass.first,
                 self._now_ns() - self._pass.start_ns,
                 self._compute_ns,
+                sums.stall_ns,
                 sums.bytes_in,
                 sums.bytes_out,
                 sums.misses,

@@ -14,6 +14,7 @@ class PassResult:
         first: the pass before it, if any, ran in another context.
         elapsed_ns: by the clock.
         compute_ns: spent computing.
+        waited_ns: spent waiting for transfers, as the pager counts it.
         bytes_in, bytes_out: moved or submitted meanwhile.
         misses: loads that nobody had asked for before they were needed.
     """
@@ -25,13 +26,14 @@ class PassResult:
     first: bool
     elapsed_ns: int
     compute_ns: int
+    waited_ns: int
     bytes_in: int
     bytes_out: int
     misses: int
 
     @property
     def stall_ns(self) -> int:
-        """All time that was not computing, whatever was waited for."""
+        """All time that was not computing; in a measured run the pager's own time as well."""
         return self.elapsed_ns - self.compute_ns
 
 
