@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,12 +11,20 @@ import pytest
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.issue import take_victims
 from odc.memory.pages import GroupSpec, PageState, PageTable
-from odc.memory.replay import Link, simulate
-from odc.memory.victims import Fifo, Gdsf, Lfu, Lru, Mru, VictimQueue
+from odc.memory.victims import EvictionPolicy, Fifo, Gdsf, Lfu, Lru, Mru, VictimQueue
 from tests.memory.passes import put
+from tests.memory.reference_policies import (
+    fewest_misses,
+    fifo_misses,
+    gdsf_misses,
+    lfu_misses,
+    lru_misses,
+    mru_misses,
+    random_order,
+    total_misses,
+)
 from tests.memory.workloads import references
 
-FAST = Link(1e15, latency_ns=0, frame_move_ns=0)
 LEAST = 128  # frames of the largest page there can be, 256 MiB
 
 
@@ -48,8 +55,9 @@ class SortedAnew:
     def check(self) -> None:
         """The queue gives the front of the order, as long as any page can need."""
         expected, found = self.order(), list(self.queue.first())
-        assert found == expected[: len(found)]
         assert len(found) >= min(len(expected), LEAST)
+        assert len(set(found)) == len(found) and all(self.table.is_evictable[p] for p in found)
+        assert self.scores[found].tolist() == self.scores[expected[: len(found)]].tolist()
 
     # -- what happens to pages -------------------------------------------------------------------
 
@@ -121,7 +129,8 @@ def test_a_page_of_the_largest_size_finds_its_victims() -> None:
     for page in world.order()[1:380]:
         world.pin(page)
     chosen = take_victims(world.table, world.queue, LEAST)
-    assert chosen == world.order()[:LEAST]
+    assert chosen is not None
+    assert world.scores[chosen].tolist() == world.scores[world.order()[:LEAST]].tolist()
 
 
 def test_looking_at_victims_takes_none_out() -> None:
@@ -130,7 +139,7 @@ def test_looking_at_victims_takes_none_out() -> None:
         world.release(page)
     assert list(world.queue.first()) == list(world.queue.first()) == world.order()
     assert take_victims(world.table, world.queue, 51) is None
-    assert list(world.queue.first()) == world.order()
+    assert list(world.queue.first()) == world.order(), "of equal scores the last page first"
 
 
 # -- which of them go ------------------------------------------------------------------------------
@@ -162,97 +171,7 @@ def test_victims_are_the_fewest_from_the_front_that_free_enough(seed: int) -> No
 
 # -- policies, each written anew -------------------------------------------------------------------
 
-
-def random_order(seed: int, num_groups: int = 12, length: int = 300) -> list[int]:
-    rng = random.Random(seed)
-    weights = [1 / (1 + g) for g in range(num_groups)] if seed % 2 else None
-    order = rng.choices(range(num_groups), weights, k=length)
-    return [g for at, g in enumerate(order) if at == 0 or order[at - 1] != g]
-
-
-def misses(order: Sequence[int], room: int, policy: object) -> int:
-    result = simulate(
-        references(order, max(order) + 1),
-        budget_bytes=room * FRAME_BYTES,
-        link=FAST,
-        eviction=policy,  # type: ignore[arg-type]
-    )
-    return sum(result.misses)
-
-
-def lru_misses(order: Sequence[int], room: int) -> int:
-    cache: OrderedDict[int, None] = OrderedDict()
-    misses = 0
-    for group in order:
-        if group in cache:
-            cache.move_to_end(group)
-            continue
-        misses += 1
-        if len(cache) == room:
-            cache.popitem(last=False)
-        cache[group] = None
-    return misses
-
-
-def mru_misses(order: Sequence[int], room: int) -> int:
-    stack: list[int] = []  # the last used last
-    misses = 0
-    for group in order:
-        if group in stack:
-            stack.remove(group)
-        else:
-            misses += 1
-            if len(stack) == room:
-                stack.pop()
-        stack.append(group)
-    return misses
-
-
-def fifo_misses(order: Sequence[int], room: int) -> int:
-    queue: list[int] = []
-    misses = 0
-    for group in order:
-        if group not in queue:
-            misses += 1
-            queue = [*queue[len(queue) == room :], group]
-    return misses
-
-
-def lfu_misses(order: Sequence[int], room: int, half_life: float) -> int:
-    """A use counts half after ``half_life`` accesses; counts outlive an eviction."""
-    cache: set[int] = set()
-    misses = 0
-    for now, group in enumerate(order):
-        if group not in cache:
-            misses += 1
-            if len(cache) == room:
-                counts = {
-                    g: sum(0.5 ** ((now - t) / half_life) for t in range(now) if order[t] == g)
-                    for g in cache
-                }
-                cache.remove(min(cache, key=lambda g: counts[g]))
-            cache.add(group)
-    return misses
-
-
-def gdsf_misses(order: Sequence[int], room: int) -> int:
-    """All of one size and cost; of equal values the page with the highest number goes."""
-    clock, misses = 0, 0
-    value: dict[int, int] = {}
-    frequency: dict[int, int] = {}
-    for group in order:
-        if group not in value:
-            misses += 1
-            if len(value) == room:
-                victim = min(value, key=lambda g: (value[g], -g))
-                clock = value.pop(victim)
-            frequency[group] = 0
-        frequency[group] += 1
-        value[group] = clock + frequency[group]
-    return misses
-
-
-REFERENCES: dict[str, tuple[Callable[[], object], Callable[[Sequence[int], int], int]]] = {
+REFERENCES: dict[str, tuple[Callable[[], EvictionPolicy], Callable[[Sequence[int], int], int]]] = {
     "lru": (Lru, lru_misses),
     "mru": (Mru, mru_misses),
     "fifo": (Fifo, fifo_misses),
@@ -268,7 +187,7 @@ REFERENCES: dict[str, tuple[Callable[[], object], Callable[[Sequence[int], int],
 def test_a_policy_misses_as_often_as_one_written_anew(name: str, room: int, seed: int) -> None:
     order = random_order(seed)
     policy, reference = REFERENCES[name]
-    assert misses(order, room, policy()) == reference(order, room)
+    assert total_misses(references(order, 12), room, policy()) == reference(order, room)
 
 
 @pytest.mark.parametrize("room", [2, 5, 9])
@@ -283,14 +202,5 @@ def test_in_a_plain_loop_the_most_recently_used_goes_first_for_the_fewest_misses
     room: int,
 ) -> None:
     order = list(range(12)) * 20
-    cache: set[int] = set()
-    fewest = 0
-    for at, group in enumerate(order):  # L. A. Belady's MIN
-        if group not in cache:
-            fewest += 1
-            if len(cache) == room:
-                rest = order[at + 1 :] + list(range(12))
-                cache.remove(max(cache, key=rest.index))
-            cache.add(group)
-    assert misses(order, room, Mru()) == fewest
-    assert misses(order, room, Lru()) == len(order)
+    assert total_misses(references(order, 12), room, Mru()) == fewest_misses(order, room)
+    assert total_misses(references(order, 12), room, Lru()) == len(order)
