@@ -292,6 +292,7 @@ class Cycle:
         best: tuple[float, float] | None = None
         keep: _Keep = []
         starts: list[_Keep | None] = [self.fewest_loads(n * largest) for n in _SLACKS]
+        starts.append([False] * len(self.uses))  # fits wherever anything does
         before = None
         if last is not None and len(last.keep) == len(self.uses):
             starts.append(list(last.keep))
