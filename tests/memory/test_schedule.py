@@ -1,0 +1,259 @@
+"""Schedules: decoded against a machine that runs tick by tick, found against brute force."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pytest
+
+from odc.memory.events import Kind, Op, Phase
+from odc.memory.frames import FRAME_BYTES
+from odc.memory.pages import GroupSpec, PageTable
+from odc.memory.schedule import Cycle, Schedule
+from tests.memory.reference_policies import fewest_misses
+from tests.memory.reference_schedule import (
+    START,
+    Leave,
+    Program,
+    Row,
+    place_of_uses,
+    random_program,
+    run_schedule,
+)
+
+SHARES = (0.2, 0.5, 0.8, 0.95)  # of uses whose page stays
+
+
+def leaves_of(cycle: Cycle, keep: Sequence[bool]) -> set[Leave]:
+    places = place_of_uses(cycle)
+    return {places[u] for u, kept in enumerate(keep) if not kept}
+
+
+def leaves_in(schedule: Schedule) -> set[Leave]:
+    """As the pager is told: by pass and visit, and at the beginning."""
+    found = {
+        (number, place, page)
+        for number, places in enumerate(schedule.leaves)
+        for place, pages in enumerate(places)
+        for page in pages
+    }
+    return found | {(*START, page) for page in schedule.first}
+
+
+def all_decoded(cycle: Cycle) -> Iterator[tuple[float, float]]:
+    """Time and loads of every schedule that fits."""
+    for keep in product((False, True), repeat=len(cycle.uses)):
+        found = cycle.decode(list(keep))
+        if found is not None:
+            yield found
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("num_passes", [1, 2, 3])
+def test_a_cycle_takes_as_long_as_on_a_machine_that_runs_it_tick_by_tick(
+    seed: int, num_passes: int
+) -> None:
+    rng = random.Random(seed)
+    program = random_program(seed, num_passes)
+    cycle = program.cycle()
+    assert cycle.compute_ns == sum(row.ticks for rows in program.passes for row in rows)
+    for share in SHARES:
+        keep = [rng.random() < share for _ in cycle.uses]
+        expected = run_schedule(program, leaves_of(cycle, keep))
+        assert cycle.decode(keep) == (None if expected is None else expected[:2])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_run_from_what_is_resident_takes_as_long_as_tick_by_tick(seed: int) -> None:
+    """One or two passes, once; some of what is there at the beginning is dirty."""
+    rng = random.Random(seed)
+    program = random_program(seed, 1 + seed % 2)
+    table = program.table
+    here = [page.page for page in table.pages if rng.random() < 0.5]
+    while sum(table.frames[page] for page in here) > program.frames:
+        here.pop()
+    dirty = [page for page in here if rng.random() < 0.5]
+    for page in dirty:
+        table.is_dirty[page] = 1
+    cycle = program.cycle(here)
+    for share in SHARES:
+        keep = [rng.random() < share for _ in cycle.uses]
+        expected = run_schedule(program, leaves_of(cycle, keep), here, dirty)
+        assert cycle.decode(keep) == (None if expected is None else expected[:2])
+
+
+def test_the_machine_tells_schedules_apart() -> None:
+    """Of the cycles above some do not fit, some wait for loads, some for writes, some for none."""
+    seen = set()
+    for seed in range(30):
+        program, rng = random_program(seed), random.Random(seed)
+        cycle = program.cycle()
+        for share in SHARES:
+            found = cycle.decode([rng.random() < share for _ in cycle.uses])
+            seen.add(found and (found[0] > cycle.compute_ns, found[1] > 0))
+    assert seen >= {None, (True, True), (False, True), (False, False)}
+
+
+def test_uses_that_were_waited_for_are_told() -> None:
+    program = plain_loop([0, 1, 2], 2, 3)
+    cycle = program.cycle()
+    waits: list[int] = []
+    assert cycle.decode([False, False, False], waits) is not None
+    pages = [cycle.uses[u].page for u in waits]
+    assert pages[-3:] == [0, 1, 2], "a load takes longer than what is computed meanwhile"
+    assert cycle.decode([True] * 3, waits) is None, "three pages in two frames"
+
+
+# -- the fewest loads ------------------------------------------------------------------------------
+
+
+def plain_loop(order: Sequence[int], frames: int, load: int = 1) -> Program:
+    """A pass that reads pages of one frame, a tick each."""
+    table = PageTable(FRAME_BYTES)
+    for group in range(max(order) + 1):
+        table.add_group(GroupSpec(f"g{group}", FRAME_BYTES, 0, False), {})
+    table.seal()
+    rows = [Row(g, Phase.FORWARD, [(Kind.PARAMETER, Op.READ, 0)], 1, 1) for g in order]
+    return Program(table, [rows], frames, load, 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_belady_around_the_cycle_needs_the_fewest_loads_of_all_schedules(seed: int) -> None:
+    """Where his choice comes to recur from round to round; else it fits no cycle."""
+    rng = random.Random(seed)
+    num = rng.randint(3, 5)
+    order = [rng.randrange(num) for _ in range(rng.randint(4, 8))]
+    cycle = plain_loop(order, rng.randint(2, num - 1)).cycle()
+    fewest = min(loads for _, loads in all_decoded(cycle))
+    keep = cycle.fewest_loads(0)
+    assert keep is not None
+    found = cycle.decode(keep)
+    assert found is None or found[1] == fewest
+    spared = [k for n in range(1, 4) if (k := cycle.fewest_loads(n)) is not None]
+    assert found or any(cycle.decode(k) is not None for k in spared), "with a frame to spare"
+
+
+@pytest.mark.parametrize("num", [3, 5, 8, 20])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_there_and_back_belady_s_choice_recurs_and_loads_what_his_does(
+    num: int, share: float
+) -> None:
+    order = [*range(num), *reversed(range(num))]
+    frames = max(int(share * num), 2)
+    cycle = plain_loop(order, frames).cycle()
+    keep = cycle.fewest_loads(0)
+    found = cycle.decode(keep) if keep is not None else None
+    assert found is not None
+    a_round = fewest_misses(order * 12, frames) - fewest_misses(order * 11, frames)
+    assert found[1] == a_round
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_search_finds_the_best_of_all_schedules_of_a_tiny_cycle(seed: int) -> None:
+    program = random_program(seed, num_groups=2)
+    cycle = program.cycle()
+    if len(cycle.uses) > 10:
+        program.passes[0] = program.passes[0][:3]
+        cycle = program.cycle()
+    best = min(all_decoded(cycle))
+    found = cycle.search()
+    assert found is not None and len(cycle.uses) <= 12
+    assert found.cycle_ns == best[0]
+
+
+def starts_of(cycle: Cycle) -> list[tuple[float, float]]:
+    """Belady's choices with frames set aside, and keeping nothing: those that fit, decoded."""
+    largest = max(cycle.frames)
+    keeps = [cycle.fewest_loads(n * largest) for n in range(5)]
+    keeps.append([False] * len(cycle.uses))
+    return [d for keep in keeps if keep is not None and (d := cycle.decode(keep)) is not None]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_is_never_worse_than_where_it_starts(seed: int) -> None:
+    cycle = random_program(seed, 2, num_groups=10, spare=3).cycle()
+    found = cycle.search()
+    assert found is not None
+    assert found.cycle_ns <= min(starts_of(cycle))[0]
+    assert found.cycle_ns >= found.compute_ns == cycle.compute_ns
+
+
+def test_the_search_is_better_than_where_it_starts_on_busy_cycles() -> None:
+    cycles = [random_program(seed, 2, num_groups=10, spare=3).cycle() for seed in range(12)]
+    busy = [c for c in cycles if min(starts_of(c))[0] > 1.02 * c.compute_ns]
+    gains = [min(starts_of(c))[0] / found.cycle_ns for c in busy if (found := c.search())]
+    assert len(gains) == len(busy) > 5
+    assert min(gains) > 1.0 and sum(gains) / len(gains) > 1.2
+
+
+def test_a_cycle_that_fits_only_by_keeping_little_is_scheduled_all_the_same() -> None:
+    """None of Belady's choices recurs from round to round here."""
+    cycle = random_program(6, 2, num_groups=10, spare=0).cycle()
+    largest = max(cycle.frames)
+    keeps = [cycle.fewest_loads(n * largest) for n in range(5)]
+    assert all(keep is None or cycle.decode(keep) is None for keep in keeps)
+    found = cycle.search()
+    assert found is not None and found.cycle_ns < 0.9 * min(starts_of(cycle))[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_schedule_that_is_found_fits_and_takes_what_it_says(seed: int) -> None:
+    """Followed as the pager is told, by visits, on the machine that runs tick by tick."""
+    program = random_program(seed, 2, num_groups=10, spare=3)
+    found = program.cycle().search()
+    assert found is not None
+    ran = run_schedule(program, leaves_in(found))
+    assert ran is not None, "it would wait for ever"
+    ticks, loads, most = ran
+    assert (ticks, loads) == (found.cycle_ns, found.loads)
+    assert most <= program.frames
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_repeats_and_its_work_is_bounded(seed: int) -> None:
+    cycle = random_program(seed, 2, num_groups=10, spare=3).cycle()
+    assert cycle.search() == cycle.search()
+    decoded = 0
+    plain = cycle.decode
+
+    def counted(keep: list[bool], waits: list[int] | None = None) -> tuple[float, float] | None:
+        nonlocal decoded
+        decoded += 2 * len(cycle.uses)
+        return plain(keep, waits)
+
+    cycle.decode = counted  # type: ignore[method-assign]
+    cycle.search(work=2_000)
+    assert decoded <= 2_000 + 8 * 2 * len(cycle.uses), "the starts, and then so much"
+
+
+def test_the_last_schedule_is_kept_while_it_is_nearly_as_good() -> None:
+    """Another one would cost loads until residency fits it."""
+    program = plain_loop([*range(12), *reversed(range(12))], 6, 3)
+    last = program.cycle().search()
+    assert last is not None and last.cycle_ns > last.compute_ns
+    program.passes[0][5].ticks += 1
+    assert program.cycle().search(last) is last
+    program.frames += 4
+    other = program.cycle().search(last)
+    assert other is not None and other.cycle_ns < 0.9 * last.cycle_ns
+
+
+def test_nothing_is_scheduled_that_cannot_fit() -> None:
+    assert plain_loop([0, 1, 2], 0).cycle().search() is None
+
+
+def test_a_loop_that_the_plain_rule_runs_faster_gets_no_schedule() -> None:
+    """A schedule repeats in every round; in a plain loop it pays to change what stays."""
+    slow = plain_loop(list(range(24)), 6, 2)
+    assert slow.cycle().search() is None
+    idle = plain_loop(list(range(24)), 18, 1)
+    found = idle.cycle().search()
+    assert found is not None and found.cycle_ns == found.compute_ns
