@@ -29,7 +29,8 @@ class FlakyHome:
     """A home that is slow now and then, and fails with a given chance, half-way."""
 
     def __init__(self, home: Home, rng: random.Random) -> None:
-        self.home, self.rng, self.tier = home, rng, home.tier
+        self.home, self.rng = home, rng
+        self.tiers, self.tier_of, self.traffic = home.tiers, home.tier_of, home.traffic
         self.chance = 0.0
         self.raised = 0
         self.on_store: list[int] = []
