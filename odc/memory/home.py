@@ -78,8 +78,7 @@ class HostHome:
             never come home.
     """
 
-    tier = Tier.HOST
-    tiers = (Tier.HOST,)
+    tiers: tuple[Tier, ...] = (Tier.HOST,)
 
     def __init__(self, num_bytes: int, spare_bytes: int = 0) -> None:
         self.traffic = {Tier.HOST: Traffic()}
@@ -127,8 +126,7 @@ class DiskHome:
         BudgetError: it has too little space.
     """
 
-    tier = Tier.DISK
-    tiers = (Tier.DISK,)
+    tiers: tuple[Tier, ...] = (Tier.DISK,)
     used_bytes = 0
 
     def __init__(
@@ -262,7 +260,7 @@ class TieredHome:
         BudgetError: it has too little space.
     """
 
-    tiers = (Tier.HOST, Tier.DISK)
+    tiers: tuple[Tier, ...] = (Tier.HOST, Tier.DISK)
 
     def __init__(
         self,
@@ -318,4 +316,6 @@ class TieredHome:
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
-    return np.cumsum(sizes) - sizes
+    """Where each of them begins, one behind the other."""
+    starts: np.ndarray = np.cumsum(sizes) - sizes
+    return starts

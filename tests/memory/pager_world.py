@@ -119,7 +119,7 @@ class World:
             home = HostHome(size, gradients)
         self.home = FlakyHome(home, random.Random(self.seed + 1))
         self.engine = ThreadEngine(self.pool, self.home, timeout_s=20.0)
-        self.transfers = Transfers(self.table, self.engine, self.pool.num_frames, home.tier)
+        self.transfers = Transfers(self.table, self.engine, self.pool.num_frames, home.tiers[0])
         library = OrderLibrary(Stations(self.table, [self.set_members]))
         self.pager = Pager(
             self.table,

@@ -290,7 +290,7 @@ def test_threads_and_clock_run_a_script_of_slices_in_the_same_order(seed: int) -
 class SliceBySlice:
     """The rules again, slowly: one line, one slice at a time, looking through all commands.
 
-    It is told everything beforehand: ``arrivals`` (ns, priority, number) and ``urges`` (ns, number).
+    It is told everything before: ``arrivals`` (ns, priority, number) and ``urges`` (ns, number).
     """
 
     def __init__(

@@ -108,7 +108,9 @@ def test_a_full_disk_shows_at_the_start(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(BudgetError, match="^home_dir: .* free, the model.s state needs 2MiB; name another"):
+    with pytest.raises(
+        BudgetError, match="^home_dir: .* free, the model.s state needs 2MiB; name another"
+    ):
         DiskHome(FRAME_BYTES, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -21,7 +21,7 @@ class FailingHome:
     """A home whose calls fail from some call on."""
 
     def __init__(self, inner: DiskHome, verb: str, healthy_calls: int, number: int) -> None:
-        self.inner, self.tier, self.path = inner, inner.tier, inner.path
+        self.inner, self.path = inner, inner.path
         self.verb, self.left, self.number = verb, healthy_calls, number
 
     def load(self, page, offset, address, num_bytes):

@@ -117,7 +117,7 @@ class Ticket:
         return None
 
     def urge(self) -> None:
-        """Make this command, and all that it waits for, urgent. Engines call it under their lock."""
+        """Make this command, and all that it waits for, urgent; for engines, under their lock."""
         if self.done_ns >= 0 or self.cancelled:
             return
         if self.priority != Priority.URGENT:

@@ -7,7 +7,7 @@ queued. The board has no clock and no lock and moves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
 from odc.memory.engines.base import CommandKind, Priority, Ticket
@@ -35,7 +35,8 @@ class Line:
 
     def push(self, ticket: Ticket) -> None:
         """Queue a command that is ready; again, if its priority has changed."""
-        ticket.key = key = key_of(ticket)
+        rank = 2 * ticket.priority + (not ticket.started)
+        ticket.key = key = (rank << _NUMBERS) | ticket.number
         heappush(self._heap, (key, ticket))
 
     def best_key(self) -> int:
@@ -50,17 +51,18 @@ class Line:
 
     def pop(self) -> Ticket | None:
         """Take the command that goes first."""
-        if self.best_key() < 0:
-            return None
-        ticket = heappop(self._heap)[1]
-        ticket.key = -1
-        return ticket
+        heap = self._heap
+        while heap:
+            key, ticket = heappop(heap)
+            if ticket.key == key:
+                ticket.key = -1
+                return ticket
+        return None
 
 
 def key_of(ticket: Ticket) -> int:
     """Order on a line: priority, then what has begun, then order of submission."""
-    rank = 2 * ticket.priority + (not ticket.started)
-    return (rank << _NUMBERS) | ticket.number
+    return ((2 * ticket.priority + (not ticket.started)) << _NUMBERS) | ticket.number
 
 
 class Board:
@@ -129,24 +131,24 @@ class Board:
                 kept.append(earlier)
         ticket.after = tuple(kept)
 
-    def end(self, ticket: Ticket, now_ns: int) -> list[Ticket]:
+    def end(self, ticket: Ticket, now_ns: int) -> Sequence[Ticket]:
         """A command has run or failed; returns those that are ready because of it."""
         ticket.done_ns = now_ns
         ticket.after = ()  # a chain of finished commands would never be freed
         return self._let_go(ticket, now_ns)
 
-    def cancel(self, ticket: Ticket, now_ns: int) -> list[Ticket]:
+    def cancel(self, ticket: Ticket, now_ns: int) -> Sequence[Ticket]:
         """Take a command that has not started back; returns those that are ready because of it."""
         ticket.cancelled, ticket.ready_ns, ticket.key = True, now_ns, -1
         ticket.after = ()
         return self._let_go(ticket, now_ns)
 
-    def _let_go(self, ticket: Ticket, now_ns: int) -> list[Ticket]:
+    def _let_go(self, ticket: Ticket, now_ns: int) -> Sequence[Ticket]:
         del self._open[ticket.number]
         if self._last_store.get(ticket.page.page) is ticket:
             del self._last_store[ticket.page.page]
         if not ticket.dependants:
-            return []
+            return ()
         ready = []
         for waiting in ticket.dependants:
             waiting.waits -= 1

@@ -74,7 +74,9 @@ class ThreadEngine:
         ins = [(line,) for line in board.ins.values()]
         outs = [(board.moves, line) for line in board.outs.values()]
         self._workers = [_Worker(self, lines, self._lock) for lines in (*ins, *outs)]
-        self._serving = {line: [w for w in self._workers if line in w.lines] for line in board.lines}
+        self._serving = {
+            line: [w for w in self._workers if line in w.lines] for line in board.lines
+        }
         for worker in self._workers:
             worker.thread.start()
 

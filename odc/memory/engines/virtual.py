@@ -81,22 +81,23 @@ class VirtualEngine:
         self.slice_bytes = slice_bytes
         self.speeds = dict(speeds) if speeds else {Tier.HOST: common}
         only = next(iter(self.speeds))
-        self._board = Board(self.speeds, tier_of or (lambda page: only))
-        self._runs: dict[Line, _Run] = {}
-        for line in self._board.lines:  # moves first: what takes no time has happened at once
-            speed = common if line.tier is None else self.speeds[line.tier]
-            self._runs[line] = _Run(line, speed, line in self._board.ins.values())
+        self._board = board = Board(self.speeds, tier_of or (lambda page: only))
+        self._runs = {
+            line: _Run(line, self.speeds.get(line.tier or only, common), line.name.endswith("in"))
+            for line in board.lines
+        }
+        self._moves = self._runs[board.moves]
         self._all = tuple(self._runs.values())
         self._now = 0
         self._next_ns = _NEVER  # the next event
-        self._to_start = False  # something is ready that has not been given to its line
+        self._changed: list[_Run] = []  # lines for which something has become ready or better
 
     def now_ns(self) -> int:
         return self._now
 
     def advance(self, duration_ns: int) -> None:
         """Let the computation take ``duration_ns``."""
-        if self._to_start:
+        if self._changed:
             self._settle()
         self._now += int(duration_ns)
         if self._next_ns <= self._now:
@@ -110,21 +111,24 @@ class VirtualEngine:
         priority: Priority = Priority.NORMAL,
     ) -> Ticket:
         ticket = self._board.submit(kind, page, after, priority, self._now)
-        self._to_start = True
+        if not ticket.waits:
+            self._changed.append(self._runs[ticket.line])  # type: ignore[index]
         return ticket
 
     def poll(self, ticket: Ticket) -> bool:
-        if self._to_start:
+        if self._changed:
             self._settle()
-        if ticket.error is not None and ticket.done_ns >= 0:
+        done = ticket.done_ns >= 0
+        if done and ticket.error is not None:
             raise ticket.error
-        return ticket.done_ns >= 0
+        return done
 
     def urge(self, ticket: Ticket) -> None:
-        if self._to_start:
+        if self._changed:
             self._settle()
         ticket.urge()
-        self._reconsider(self._now)
+        self._changed.extend(self._all)
+        self._settle()
 
     def wait(self, ticket: Ticket) -> None:
         if self.poll(ticket) or ticket.cancelled:
@@ -140,12 +144,12 @@ class VirtualEngine:
         self.poll(ticket)
 
     def cancel(self, ticket: Ticket) -> bool:
-        if self._to_start:
+        if self._changed:
             self._settle()
         if ticket.started or ticket.cancelled:
             return ticket.cancelled
-        self._board.cancel(ticket, self._now)
-        self._to_start = True  # what waits for it is ready now
+        for ready in self._board.cancel(ticket, self._now):
+            self._changed.append(self._runs[ready.line])  # type: ignore[index]
         return True
 
     def dump(self) -> str:
@@ -178,22 +182,32 @@ class VirtualEngine:
         run.ticket, run.stop_ns = None, _NEVER
         ticket.dur_ns += at - run.begin_ns
         ticket.moved_bytes = run.stop_bytes
+        self._changed.append(run)
         if ticket.dur_ns >= run.total_ns:
-            self._board.end(ticket, at)
+            self._end(ticket, at)
         else:
             run.line.push(ticket)
 
+    def _end(self, ticket: Ticket, at: int) -> None:
+        for ready in self._board.end(ticket, at):
+            self._changed.append(self._runs[ready.line])  # type: ignore[index]
+
     def _start(self, at: int) -> None:
-        """Give every free line its next command, and stop what has been overtaken."""
-        self._to_start = False
-        again = True
-        while again:
-            again = False
-            for run in self._all:
-                while run.ticket is None and (ticket := run.line.pop()) is not None:
-                    if self._begin(run, ticket, at):
-                        again = True  # it ended at once: others may be ready
-        self._reconsider(at)
+        """Give free lines their next command, and stop what has been overtaken.
+
+        Moves first: what takes no time has happened before others choose.
+        """
+        changed = self._changed
+        while changed:
+            run = self._moves if self._moves in changed else changed[0]
+            changed.remove(run)
+            if run.ticket is not None:
+                self._reconsider(run, at)
+                continue
+            ticket = run.line.pop()
+            if ticket is not None and self._begin(run, ticket, at):
+                changed.append(run)
+        self._next_ns = min([run.stop_ns for run in self._all])
 
     def _begin(self, run: _Run, ticket: Ticket, at: int) -> bool:
         """Run a command or go on with it; True if it took no time."""
@@ -202,50 +216,39 @@ class VirtualEngine:
             ticket.error = ticket.inherited_error()
             if ticket.error is None and self.fault is not None:
                 ticket.error = self.fault(ticket)
-        total = 0 if ticket.error is not None else self._duration(run, ticket)
+        page = ticket.page
+        total = 0 if ticket.error is not None else self._fixed_ns(run, ticket)
+        if run.line.tier is not None and ticket.error is None:
+            total += int(page.num_bytes / run.bandwidth * 1e9)
         if total <= ticket.dur_ns:
-            self._board.end(ticket, at)
+            self._end(ticket, at)
             return True
         run.ticket, run.begin_ns, run.total_ns = ticket, at, total
-        run.stop_ns, run.stop_bytes = at + total - ticket.dur_ns, ticket.page.num_bytes
+        run.stop_ns, run.stop_bytes = at + total - ticket.dur_ns, page.num_bytes
         return False
 
-    def _reconsider(self, at: int) -> None:
-        """Where something better is ready than what runs, stop that between slices."""
-        following = _NEVER
-        for run in self._all:
-            ticket = run.ticket
-            if ticket is None:
-                continue
-            best = run.line.best_key()
-            if 0 <= best < key_of(ticket) and run.line.tier is not None:
-                self._stop_between_slices(run, ticket, at)
-            following = min(following, run.stop_ns)
-        self._next_ns = following
-
-    def _stop_between_slices(self, run: _Run, ticket: Ticket, at: int) -> None:
-        """Let a line look again when the slice ends that runs now."""
-        fixed = self._fixed(run, ticket)
+    def _reconsider(self, run: _Run, at: int) -> None:
+        """If something better is ready than what runs, stop that when its slice ends."""
+        ticket = run.ticket
+        assert ticket is not None
+        if run.line.tier is None or not 0 <= run.line.best_key() < key_of(ticket):
+            return
+        fixed = self._fixed_ns(run, ticket)
         spent = ticket.dur_ns + at - run.begin_ns
         number = max(int((spent - fixed) * run.bandwidth / 1e9 / self.slice_bytes), 1)
-        # A slice that has just begun is not one that has ended.
-        while (end := fixed + self._way_ns(run, number)) < spent or end <= ticket.dur_ns:
+        while True:
+            end = fixed + int(number * self.slice_bytes / run.bandwidth * 1e9)
+            # A slice that has just begun is not one that has ended.
+            if end >= spent and end > ticket.dur_ns:
+                break
             number += 1
         stop = run.begin_ns + end - ticket.dur_ns
         if stop < run.stop_ns:
             run.stop_ns, run.stop_bytes = stop, number * self.slice_bytes
 
-    def _way_ns(self, run: _Run, slices: int) -> int:
-        return int(slices * self.slice_bytes / run.bandwidth * 1e9)
-
-    def _fixed(self, run: _Run, ticket: Ticket) -> int:
+    def _fixed_ns(self, run: _Run, ticket: Ticket) -> int:
+        """What a command takes beside its bytes."""
         if ticket.kind == CommandKind.STORE:
             return run.latency_ns
         moves = self.frame_move_ns * ticket.page.num_frames
         return moves + run.latency_ns if ticket.kind == CommandKind.LOAD else moves
-
-    def _duration(self, run: _Run, ticket: Ticket) -> int:
-        fixed = self._fixed(run, ticket)
-        if run.line.tier is None:
-            return fixed
-        return fixed + int(ticket.page.num_bytes / run.bandwidth * 1e9)
