@@ -9,9 +9,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from odc.cli import bench, dashboard, demo, exits, generate, plan, predictor, profile, report, train
+from odc.cli import (
+    bench,
+    dashboard,
+    demo,
+    doctor,
+    exits,
+    generate,
+    plan,
+    predictor,
+    profile,
+    report,
+    train,
+)
 
-COMMANDS = (demo, train, profile, predictor, dashboard, report, plan, bench, generate)
+COMMANDS = (demo, train, profile, predictor, dashboard, report, plan, bench, doctor, generate)
 
 _EPILOG = """\
 examples:

@@ -35,11 +35,16 @@ _IO_BYTES = 16 * 1024 * 1024
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that a tier has handed out and taken in since the start.
+    """What a tier of a home has done since the start.
 
     Loads and stores of one tier are one thread each, so that every number has one writer.
+
+    Attributes:
+        num_bytes: room for the pages that live there.
+        bytes_in, bytes_out: loaded from it, and stored to it.
     """
 
+    num_bytes: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
 
@@ -81,7 +86,7 @@ class HostHome:
     tiers: tuple[Tier, ...] = (Tier.HOST,)
 
     def __init__(self, num_bytes: int, spare_bytes: int = 0) -> None:
-        self.traffic = {Tier.HOST: Traffic()}
+        self.traffic = {Tier.HOST: Traffic(num_bytes + spare_bytes)}
         self._num_bytes = max(num_bytes + spare_bytes, FRAME_BYTES)
         self._eager_bytes = num_bytes
         self._spare_used: dict[int, int] = {}  # offset -> bytes
@@ -136,7 +141,7 @@ class DiskHome:
         *,
         option: str = "home_dir",
     ) -> None:
-        self.traffic = {Tier.DISK: Traffic()}
+        self.traffic = {Tier.DISK: Traffic(num_bytes)}
         self.folder = default_folder(folder)
         self.path = self.folder / f"odc-home-{os.getpid()}.pages"
         self.direct = True

@@ -20,6 +20,7 @@ from odc.memory.replay import Link, SimResult, Workload, oracle_factory, simulat
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru
 from odc.sizes import format_bytes, parse_rate, parse_size
 from odc.train.compose import predictor_factory, prefetch_factory
+from odc.train.links import load_links
 from odc.train.run_dir import RunDir
 from profiler.reader import TraceReader
 
@@ -235,7 +236,7 @@ def _budget(
 def _bandwidth(
     run_dir: Path, reader: TraceReader, memory: dict[str, Any], link: int | str | None
 ) -> float:
-    """Bytes a second: as named, as the run emulated, or as its loads went."""
+    """Bytes a second: as named, as the run emulated, as its loads went, or as was measured here."""
     if link is not None:
         return float(parse_rate(link))
     if memory.get("link_bandwidth"):
@@ -244,5 +245,11 @@ def _bandwidth(
     loads = np.isin(actions["act"], (Act.LOAD, Act.PREFETCH))
     duration = int(actions["dur_ns"][loads].sum())
     if not duration:
-        raise ConfigError(f"{run_dir}: has no loads to measure the link by; name it (--link 2GB/s)")
+        remembered = load_links()
+        if remembered is not None:
+            return remembered.link(str(memory.get("home", "host"))).bandwidth_in
+        raise ConfigError(
+            f"{run_dir}: has no loads to measure the link by; name it (--link 2GB/s), or measure "
+            "this machine's (odc doctor --measure-links)"
+        )
     return float(actions["bytes"][loads].sum()) / duration * 1e9
