@@ -127,7 +127,7 @@ class MemoryManager(Pager):
             keys.append((Kind.GRADIENT, 0))
         keys += [(Kind.MOMENT, slot) for slot in range(spec.num_moments)]
         if spec.compact:
-            whole = AddressRange(max(spec.state_bytes, 1))
+            whole = self._reserve(max(spec.state_bytes, 1))
             self._ranges.append(whole)
             for index, key in enumerate(keys):
                 piece = (ctypes.c_uint8 * spec.num_bytes).from_address(
@@ -137,11 +137,20 @@ class MemoryManager(Pager):
                 buffers[key] = piece
             addresses = {(int(Kind.PARAMETER), 0): whole.address}
         else:
-            ranges = {key: AddressRange(spec.num_bytes) for key in keys}
+            ranges = {key: self._reserve(spec.num_bytes) for key in keys}
             self._ranges += ranges.values()
             buffers = {key: r.buffer() for key, r in ranges.items()}
             addresses = {(int(k), slot): r.address for (k, slot), r in ranges.items()}
         return self.table.add_group(spec, addresses), buffers
+
+    def _reserve(self, num_bytes: int) -> AddressRange:
+        try:
+            return AddressRange(num_bytes)
+        except OSError as error:
+            raise BudgetError(
+                f"{format_bytes(num_bytes)} of addresses cannot be reserved ({error.strerror}); "
+                "they take no memory, so raise the limit of the process (ulimit -v unlimited)"
+            ) from error
 
     def seal(
         self,

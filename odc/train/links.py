@@ -344,13 +344,16 @@ def load_links(folder: str | os.PathLike[str] | None = None) -> Links | None:
     if not isinstance(kept, dict):
         return None
     try:
-        return Links(**kept | {tier: _tier_link(kept[tier]) for tier in ("host", "disk")})
+        tiers = {name: _tier_link(kept[name]) for name in ("host", "disk")}
+        host, disk = kept["together"]
+        return Links(**kept | tiers | {"together": (host, disk)})
     except (TypeError, KeyError, ValueError):
         return None
 
 
 def _tier_link(values: dict[str, Any]) -> TierLink:
-    made = TierLink(**values)
+    rows = tuple((size, load, store) for size, load, store in values["by_slice"])
+    made = TierLink(**values | {"by_slice": rows})
     if not all(rate > 0 for rate in (made.load, made.store, made.load_both, made.store_both)):
         raise ValueError("a rate is not above zero")
     return made

@@ -157,6 +157,11 @@ class ThreadEngine:
         for worker in self._workers:
             worker.thread.join(timeout=5)
 
+    def is_idle(self) -> bool:
+        """Whether no command is queued or runs."""
+        with self._lock:
+            return self._board.is_empty()
+
     def dump(self) -> str:
         """The pool and the lines in words, for errors."""
         dead = [w.thread.name for w in self._workers if not w.thread.is_alive()]
