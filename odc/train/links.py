@@ -133,16 +133,23 @@ def measure_links(folder: str | os.PathLike[str] | None = None, say: Say = print
     )
 
 
-def measure_disk(folder: str | os.PathLike[str] | None = None) -> tuple[float, float]:
-    """A first look at a disk: (read, write) bytes/s in slices of `SLICE_BYTES`; under a second.
+def measure_disk(
+    folder: str | os.PathLike[str] | None = None, span_bytes: int = 256 << 20, seconds: float = 0.1
+) -> tuple[float, float]:
+    """A look at a disk: (read, write) bytes/s in slices of `SLICE_BYTES`, one after the other.
+
+    Args:
+        folder: Where to; the system's folder for temporary files where not given.
+        span_bytes: Size of the file.
+        seconds: For each direction; writing the file comes on top.
 
     Raises:
         ConfigError: The folder cannot be written, or memory or disk have too little room.
     """
-    with _bench(default_folder(folder), tiers=(Tier.DISK,), span=256 << 20) as bench:
+    with _bench(default_folder(folder), tiers=(Tier.DISK,), span=span_bytes) as bench:
         bench.fill(Tier.DISK)
-        rates = [bench.rate(Tier.DISK, kind, SLICE_BYTES, 0.1) for kind in ("store", "load")]
-    return rates[1], rates[0]
+        rates = [bench.rate(Tier.DISK, kind, SLICE_BYTES, seconds) for kind in _KINDS]
+    return rates[0], rates[1]
 
 
 class _Bench:
