@@ -78,7 +78,7 @@ class Rehearsal:
             here = [p for p, absent in enumerate(table.is_absent) if not absent]
             run = Cycle(table, orders, transfers.num_frames, rates, here)
             schedule = search(run, work=int(_SHARE * order.total_ns / _USE_NS))
-        if schedule is None:
+        if schedule is None or order is None:
             self.prefetcher.follow(None, [], [])
         else:
             self.prefetcher.follow(schedule, [order], schedule.leaves[:1], schedule.first)

@@ -16,12 +16,13 @@ from odc.memory.engines.base import CommandKind, Priority, Ticket, TierSpeed
 from odc.memory.engines.virtual import VirtualEngine
 from odc.memory.events import Kind, Op, Phase, Tier
 from odc.memory.frames import FRAME_BYTES
+from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageState, PageTable
-from odc.memory.stations import OrderLibrary, Stations
+from odc.memory.stations import Stations
 from odc.memory.transfers import Transfers
 from odc.memory.victims import CostAware
-from tests.memory.pager_world import RandomPrefetcher
+from tests.memory.wrong_hints import RandomPrefetcher
 
 TIERS = (Tier.HOST, Tier.DISK)
 
@@ -61,7 +62,7 @@ class VirtualWorld:
             OrderLibrary(Stations(self.table, [(1, 2, 3)])),
             self.transfers,
             CostAware(),
-            RandomPrefetcher(count, seed),
+            RandomPrefetcher(self.table, seed),
             Tuning(flight_bytes=rng.choice((8, 64)) * FRAME_BYTES, early_stores=4),
         )
         self.pager.begin_pass(0)
