@@ -143,15 +143,18 @@ class Transfers:
 
     def _unbook(self, page: int) -> None:
         for ticket, frames in self._booked.pop(page):
-            if ticket is None:
+            if ticket is None or self._is_done(ticket):
                 self.free += frames
-            elif _failed(ticket):  # the frames are still where they were
-                continue
-            elif self.engine.poll(ticket):
-                self.free += frames
-            else:
+            else:  # if it failed, its page stays in these frames: ``_stays`` takes them out again
                 self._coming.append((ticket, frames))
                 self._coming_frames += frames
+
+    def _is_done(self, ticket: Ticket) -> bool:
+        """Whether a command has ended well; an error is left to whoever polls it next."""
+        try:
+            return self.engine.poll(ticket)
+        except Exception:
+            return False
 
     # -- the way in ----------------------------------------------------------------------------
 
