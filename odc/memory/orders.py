@@ -470,6 +470,16 @@ class OrderLibrary:
         seen = self.touched[set_index]
         self.touched[set_index] = used.copy() if seen is None else seen | used
 
+    def taped(self, set_index: int, phase: int) -> list[int]:
+        """The members that a visit behind a set's forward needs, in the order of their use."""
+        if phase == Phase.OPTIMIZER:  # it walks through the groups one by one
+            touched = self.touched[set_index]
+            return [] if touched is None else np.flatnonzero(touched).tolist()
+        ran = self.tape_order[set_index]
+        if self.tape[set_index] is None or phase not in _MIRRORED:
+            return []
+        return ran[::-1] if phase == Phase.BACKWARD else list(ran)
+
     # -- the clock -------------------------------------------------------------------------------
 
     @property

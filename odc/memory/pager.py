@@ -293,13 +293,7 @@ class Pager:
     def _taped(self, station: int, phase: Phase) -> list[int]:
         """Members of a set that a visit without ``open_set`` will use, in order."""
         set_index = self.stations.stations[station].set_index
-        if set_index >= 0 and self.library.tape[set_index] is not None:
-            tape = self.library.tape_order[set_index]
-            if phase == Phase.BACKWARD:
-                return tape[::-1]
-            if phase == Phase.RECOMPUTE:
-                return list(tape)
-        return []
+        return self.library.taped(set_index, phase) if set_index >= 0 else []
 
     def _distance(self, group: int) -> int:
         """0 if a group's parameters are resident, 1 on their way, 2 at home."""

@@ -96,7 +96,9 @@ class PageTable:
     is_evictable: bytearray = field(default_factory=bytearray)
     is_absent: bytearray = field(default_factory=bytearray)
     is_dirty: bytearray = field(default_factory=bytearray)
-    left: list[int] = field(default_factory=list)  # pages whose way out began; a plan clears it
+    left: list[int] = field(
+        default_factory=list
+    )  # on their way out, or not loaded; a plan clears it
     num_frames: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     evictable: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     absent: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
@@ -209,11 +211,11 @@ class PageTable:
 
     def set_state(self, page: int, state: PageState) -> None:
         """Note where a page is; the arrays follow."""
-        self.state[page] = state
+        before, self.state[page] = self.state[page], state
         leaves = state == PageState.EVICTING
         self.is_absent[page] = leaves or state == PageState.HOME
         self.resident[page] = state == PageState.RESIDENT
-        if leaves:
+        if leaves or (before == PageState.LOADING and state == PageState.HOME):
             self.left.append(page)
 
     def of(self, group: int, kind: int) -> tuple[int, ...]:

@@ -94,9 +94,7 @@ class SetTimes:
             scores = self.chances(set_index)
             likely = np.flatnonzero(scores >= threshold)
             return likely[np.argsort(-scores[likely], kind="stable")].tolist()  # type: ignore[no-any-return]
-        ran = self.library.tape_order[set_index][::-1]
-        rest = set(np.flatnonzero(known).tolist()).difference(ran)
-        return [m for m in ran if known[m]] + sorted(rest)
+        return self.library.taped(set_index, entry.phase)
 
     def rekey(self, set_index: int, passes: Passes, remaining: Sequence[int]) -> None:
         """Times of a set's pages: after the visit that runs, and now.

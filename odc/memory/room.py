@@ -66,13 +66,7 @@ class Room:
         transfers = self.transfers
         transfers.poll()
         if transfers.arrived:
-            for page in transfers.arrived:
-                self.policy.arrived(page, self.time)
-                if self.table.is_evictable[page]:
-                    if not self._planned:
-                        self._scores[page] = self.policy.score(page, self.time)
-                    self.queue.push(page, float(self._scores[page]))
-            transfers.arrived.clear()
+            self._note_arrivals()
         prefetcher = self.prefetcher
         if prefetcher is None:
             self.table.left.clear()
@@ -81,8 +75,21 @@ class Room:
             if self._planned:
                 self.queue.invalidate()
 
+    def _note_arrivals(self, used: int = -1) -> None:
+        """Score what came and can go, but for the page whose use just ended: that counts once."""
+        arrived = self.transfers.arrived
+        for page in arrived:
+            self.policy.arrived(page, self.time)
+            if self.table.is_evictable[page] and page != used:
+                if not self._planned:
+                    self._scores[page] = self.policy.score(page, self.time)
+                self.queue.push(page, float(self._scores[page]))
+        arrived.clear()
+
     def rank(self, page: int) -> None:
         """A page's use ended: when is it used next, and when does it go?"""
+        if self.transfers.arrived:
+            self._note_arrivals(page)
         prefetcher = self.prefetcher
         if prefetcher is not None:
             time = prefetcher.until[page] = prefetcher.next_use(page)

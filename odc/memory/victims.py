@@ -164,11 +164,16 @@ class VictimQueue:
         short = len(front) < _LOW and self._least > -np.inf
         if self._stale or short or len(front) > 4 * _FRONT:
             self._refill()
-        last = -1
+        last, count = -1, 0
         for score, page in reversed(self._front):
             if page != last and is_evictable[page] and scores[page] == score:
                 last = page
+                count += 1
                 yield page
+        if count < _LOW and self._least > -np.inf:  # most of the front is not to be had
+            seen = {page for _, page in self._front}
+            self._refill()
+            yield from (page for _, page in reversed(self._front) if page not in seen)
 
     def _refill(self) -> None:
         pages = np.flatnonzero(self._table.evictable)

@@ -85,15 +85,23 @@ class Player:
 
     def visit(self, group: int, phase: Phase = FORWARD, dur_ns: float = 10.0) -> Visit:
         """One visit of a group, up to its release."""
-        library, prefetcher = self.library, self.prefetcher
-        places = library.stations
-        visit = library.visit(places.of_group[group], phase)
-        prefetcher.advance(visit, 1, [])
+        visit = self.begin(group, phase, dur_ns)
+        self.end(group)
+        return visit
+
+    def begin(self, group: int, phase: Phase = FORWARD, dur_ns: float = 10.0) -> Visit:
+        """A visit up to the moment at which its page is there."""
+        places = self.library.stations
+        visit = self.library.visit(places.of_group[group], phase)
+        self.prefetcher.advance(visit, 1, [])
         visit.note(P, Op.READ, places.member_of[group])
         visit.dur_ns = dur_ns
-        for page in places.table.of(group, P):
-            prefetcher.until[page] = prefetcher.next_use(page)
         return visit
+
+    def end(self, group: int) -> None:
+        """A group's pages are released."""
+        for page in self.library.stations.table.of(group, P):
+            self.prefetcher.until[page] = self.prefetcher.next_use(page)
 
     def pass_of(self, groups: Iterable[int], ctx: int = 0, dur_ns: float = 10.0) -> None:
         """A whole pass of forward visits."""

@@ -28,6 +28,7 @@ class FixedPlan:
     """Wishes for the same pages, always; all others are never used again, the last used last."""
 
     scheduled = False
+    utilization = 0.0
 
     def __init__(self, table: PageTable, wish: Sequence[int]) -> None:
         self.table, self.wish = table, list(wish)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -116,3 +117,21 @@ def experts(num_sets: int, members: int, top: int, steps: int, seed: int = 0) ->
             visits.append(RecordedVisit(step, 0, Phase.BACKWARD, 0, 64, bundles))
         visits[first].begins_pass = True
     return Workload(page_columns(rows), visits, groups)
+
+
+def updated_in_step(workload: Workload, members: int) -> Workload:
+    """``experts`` with all updates behind the last backward, group by group."""
+    visits: list[RecordedVisit] = []
+    for step in workload.steps:
+        touched: dict[int, list[int]] = {}
+        for visit in (v for v in workload.visits if v.step == step):
+            if visit.phase == Phase.BACKWARD:
+                bundles = [Bundle(b.group, b.rows[:2]) for b in visit.bundles]
+                groups = sorted(b.group for b in bundles)
+                touched[groups[0] // members] = groups
+                visit = replace(visit, bundles=bundles)
+            visits.append(visit)
+        for _, groups in sorted(touched.items()):
+            bundles = [Bundle(g, [(G, Op.READ, 0), *_update(g)[2:]]) for g in groups]
+            visits.append(RecordedVisit(step, 0, Phase.OPTIMIZER, 0, 64, bundles))
+    return Workload(workload.pages, visits, workload.sets)

@@ -25,6 +25,7 @@ class RandomPrefetcher:
         self.until = self.rng.random(len(table.pages))
         self.version = 0
         self.scheduled = False
+        self.utilization = 0.0
         self._schedules = schedules
 
     def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
