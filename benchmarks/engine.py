@@ -3,14 +3,19 @@
 `python benchmarks/engine.py` prints medians of interleaved repeats. *Handover* is a command that
 moves nothing: what a worker's wake-up and the report of its end cost. *Pace* is the time of a
 train of pages over an emulated link, relative to bytes / bandwidth, and relative to the virtual
-engine's time for the same commands.
+engine's time for the same commands. *Slices* is the rate of loads of 64 MiB pages by the size of
+the slices that they move in, idle and beside a computing thread. *Virtual* is the time of the
+virtual engine for a command, from submit to end, behind a queue of others, and of a poll.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +25,14 @@ from odc.memory.engines.threads import ThreadEngine
 from odc.memory.engines.virtual import VirtualEngine
 from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool
-from odc.memory.home import HostHome
+from odc.memory.home import DiskHome, Home, HostHome
 from odc.memory.pages import Page
 
 REPEATS = 9
 COMMANDS = 40
 FRAMES = 4  # a page
+PAGE_MIB = 64  # of the pages that are moved in slices
+LARGE_PAGES = 4
 
 
 class NoHome(HostHome):
@@ -36,10 +43,10 @@ class NoHome(HostHome):
     def store(self, page: int, offset: int, address: int, num_bytes: int) -> None: ...
 
 
-def pages_at(address: int, count: int) -> list[Page]:
-    size = FRAMES * FRAME_BYTES
+def pages_at(address: int, count: int, frames: int = FRAMES) -> list[Page]:
+    size = frames * FRAME_BYTES
     return [
-        Page(i, i, Kind.PARAMETER, 0, 0, size, FRAMES, address + i * size, i * size)
+        Page(i, i, Kind.PARAMETER, 0, 0, size, frames, address + i * size, i * size)
         for i in range(count)
     ]
 
@@ -94,6 +101,56 @@ def pace(bandwidth: float, busy: bool) -> dict[str, float]:
     home = HostHome(count * FRAMES * FRAME_BYTES)
     engine = ThreadEngine(pool, home, bandwidth)
     pages = pages_at(room.address, count)
+    with computing(busy):
+        taken = train_ns(engine, pages)
+    engine.close()
+    home.close()
+    # 8 stores and, one page behind them, 8 loads
+    least = (count // 2 + 1) * FRAMES * FRAME_BYTES / bandwidth * 1e9
+    virtual = train_ns(VirtualEngine(bandwidth, frame_move_ns=5_000), pages)
+    return {"of the least": taken / least, "of the virtual": taken / virtual}
+
+
+class Slices:
+    """Loads of large pages from both tiers, in slices of a given size."""
+
+    def __init__(self) -> None:
+        size = PAGE_MIB << 20
+        self.pool = FramePool(LARGE_PAGES * size // FRAME_BYTES)
+        self.room = AddressRange(LARGE_PAGES * size)
+        self.pages = pages_at(self.room.address, LARGE_PAGES, size // FRAME_BYTES)
+        self.homes: dict[str, Home] = {
+            "host": HostHome(LARGE_PAGES * size),
+            "disk": DiskHome(LARGE_PAGES * size),
+        }
+        for home in self.homes.values():
+            engine = ThreadEngine(self.pool, home)
+            for kind in (CommandKind.CREATE, CommandKind.STORE, CommandKind.RELEASE):
+                run_all(engine, kind, self.pages)
+            engine.close()
+
+    def gb_per_s(self) -> dict[str, float]:
+        rates = {}
+        for name, home in self.homes.items():
+            for mib in (1, 2, 4, 8, 16, 64):
+                engine = ThreadEngine(self.pool, home, slice_bytes=mib << 20)
+                start = time.perf_counter()
+                run_all(engine, CommandKind.LOAD, self.pages)
+                taken = time.perf_counter() - start
+                run_all(engine, CommandKind.RELEASE, self.pages)
+                engine.close()
+                rates[f"{name}, {mib} MiB"] = LARGE_PAGES * (PAGE_MIB << 20) / taken / 1e9
+        return rates
+
+
+def run_all(engine: ThreadEngine, kind: CommandKind, pages: list[Page]) -> None:
+    for ticket in [engine.submit(kind, page) for page in pages]:
+        engine.wait(ticket)
+
+
+@contextmanager
+def computing(busy: bool) -> Iterator[None]:
+    """A thread that multiplies matrices, if ``busy``."""
     stop = threading.Event()
 
     def compute() -> None:
@@ -104,24 +161,47 @@ def pace(bandwidth: float, busy: bool) -> dict[str, float]:
     worker = threading.Thread(target=compute)
     if busy:
         worker.start()
-    taken = train_ns(engine, pages)
-    stop.set()
-    if busy:
-        worker.join()
-    engine.close()
-    home.close()
-    # 8 stores and, one page behind them, 8 loads
-    least = (count // 2 + 1) * FRAMES * FRAME_BYTES / bandwidth * 1e9
-    virtual = train_ns(VirtualEngine(bandwidth, frame_move_ns=5_000), pages)
-    return {"of the least": taken / least, "of the virtual": taken / virtual}
+    try:
+        yield
+    finally:
+        stop.set()
+        if busy:
+            worker.join()
+
+
+def virtual_us(queued: int) -> dict[str, float]:
+    """us for each of three dependent commands behind ``queued`` others, and for a poll."""
+    pages = pages_at(0, 64)
+    engine = VirtualEngine(1e9, frame_move_ns=1000)
+    loads = [engine.submit(CommandKind.LOAD, pages[n % 64]) for n in range(queued)]
+    count, page_ns = 2000, int(FRAMES * FRAME_BYTES / 1e9 * 1e9)
+    start = time.perf_counter()
+    for n in range(count):
+        store = engine.submit(CommandKind.STORE, pages[n % 64])
+        release = engine.submit(CommandKind.RELEASE, pages[n % 64], (store,))
+        loads.append(engine.submit(CommandKind.LOAD, pages[(n + 1) % 64], (release,)))
+        engine.advance(page_ns)
+    middle = time.perf_counter()
+    for _ in range(count):
+        engine.poll(loads[-1])
+    end = time.perf_counter()
+    return {"command": (middle - start) / 3 / count * 1e6, "poll": (end - middle) / count * 1e6}
 
 
 def main() -> dict[str, Any]:
     """Measure, print a table, and return it all."""
     torch.set_num_threads(1)
+    sys.setswitchinterval(0.0005)
     samples: dict[str, list[float]] = {}
+    slices = Slices()
     for _ in range(REPEATS):
         rows = {f"handover us: {k}": v for k, v in handover_us().items()}
+        for queued in (0, 100, 1000):
+            rows |= {f"virtual us, {queued} queued: {k}": v for k, v in virtual_us(queued).items()}
+        for busy in (False, True):
+            with computing(busy):
+                found = slices.gb_per_s()
+            rows |= {f"slices GB/s{' busy' if busy else ''}: {k}": v for k, v in found.items()}
         for bandwidth in (1.5e9, 4e9):
             for busy in (False, True):
                 name = f"pace {bandwidth / 1e9:g} GB/s{' busy' if busy else ''}"

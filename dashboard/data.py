@@ -195,6 +195,12 @@ class RunData:
         return None
 
     @cached_property
+    def tiers(self) -> dict[str, dict[str, int]]:
+        """What each tier of the home held and moved, by its name; empty if the run says nothing."""
+        told = self.summary.get("tiers")
+        return told if isinstance(told, dict) else {}
+
+    @cached_property
     def corpus_hash(self) -> str:
         """Hash of what was trained on, `""` if the run says nothing."""
         for source in (self.manifest.get("data", {}), self.summary, self.summary.get("data")):

@@ -151,12 +151,24 @@ def tiles(run: RunData, metrics: Metrics) -> tuple[Tile, ...]:
         ),
         Tile("In / step", units.size(metrics.mean("bytes_in")), "home → device, mean"),
         Tile("Out / step", units.size(metrics.mean("bytes_out")), "device → home, mean"),
+        *_tier_tiles(run),
         Tile(
             "Corpus",
             corpus[:8] if corpus else units.UNKNOWN,
             "start of its hash" if corpus else "no hash recorded",
         ),
     )
+
+
+def _tier_tiles(run: RunData) -> tuple[Tile, ...]:
+    """With a home of several tiers, how much of what moved went through each of them."""
+    if len(run.tiers) < 2:
+        return ()
+    moved = {name: t.get("bytes_in", 0) + t.get("bytes_out", 0) for name, t in run.tiers.items()}
+    total = sum(moved.values())
+    shares = ", ".join(f"{units.share(n / total if total else None)} {k}" for k, n in moved.items())
+    held = ", ".join(f"{k} {units.size(t.get('home_bytes', 0))}" for k, t in run.tiers.items())
+    return (Tile("Traffic by tier", shares, f"of {units.size(total)}; homes: {held}"),)
 
 
 def _rate(metrics: Metrics) -> str:

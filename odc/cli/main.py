@@ -13,6 +13,7 @@ from odc.cli import (
     bench,
     dashboard,
     demo,
+    doctor,
     exits,
     generate,
     plan,
@@ -33,6 +34,7 @@ COMMANDS = (
     simulate,
     plan,
     bench,
+    doctor,
     generate,
 )
 

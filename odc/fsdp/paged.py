@@ -146,6 +146,7 @@ def paged(
     page_size: int | str = "256MB",
     home: str = "host",
     home_dir: str | os.PathLike[str] | None = None,
+    host_mem: int | str | None = None,
     init: Init | None = None,
     param_groups: ParamGroups | None = None,
     update: str = "step",
@@ -169,8 +170,10 @@ def paged(
             None keeps everything resident. Pages get what the largest step so far has left.
         page_budget: what pages may take, whatever the rest needs; instead of ``total_mem``.
         page_size: upper limit of a page; smaller pages fit smaller budgets.
-        home: ``"host"`` or ``"disk"``.
-        home_dir: folder for a disk home.
+        home: where pages live when they are not on the device: ``"host"`` memory, ``"disk"``, or
+            ``"host+disk"`` (what host memory has no room for is on disk).
+        home_dir: folder for the disk.
+        host_mem: host memory that ``"host+disk"`` may take; None: what is free.
         init: called as ``init(fqn, module)`` for every module that owns parameters, or buffers, on
             the meta device.
         param_groups: called with the paged model, returns what ``torch.optim.AdamW`` takes; every
@@ -201,6 +204,7 @@ def paged(
             page_size=page_size,
             home=home,
             home_dir=home_dir,
+            host_mem=host_mem,
         )
     units, sets = find_units(model)
     has_meta = any(p.is_meta for p in model.parameters())
@@ -208,7 +212,11 @@ def paged(
         raise ValueError("the model is on the meta device: pass init=(fqn, module) -> None")
     moments = NUM_MOMENTS if optimizer is not None else 0
     groups, groups_of = _make_groups(memory, units, moments, optimizer is not None)
-    memory.seal(_set_groups(sets, groups_of), _held(units, groups_of))
+    memory.seal(
+        _set_groups(sets, groups_of),
+        _held(units, groups_of),
+        gradients_come_home=update == "step" or accumulate > 1,
+    )
     _fill(model, memory, units, groups_of, init if has_meta else None)
     runtime = Runtime(
         model,

@@ -176,6 +176,11 @@ class FramePool:
     def num_bytes(self) -> int:
         return self.num_frames * FRAME_BYTES
 
+    @property
+    def arena(self) -> tuple[int, int]:
+        """(address, bytes) of the frames that were faulted in first."""
+        return self._arenas[0]
+
     def grow(self, num_frames: int) -> None:
         """Fault in ``num_frames`` more frames."""
         if num_frames <= 0:

@@ -1,9 +1,13 @@
-"""Where a page lives when it is not on the device: host memory or one file on disk.
+"""Where a page lives when it is not on the device: host memory, one file on disk, or both.
 
-A home is a flat space of bytes in which every page has an offset. Both kinds copy between that
+A home is a flat space of bytes in which every page has an offset. It copies between that
 space and an address, from any thread, without the interpreter lock. The disk home reads and
 writes with ``O_DIRECT`` straight into and out of the frames: no staging buffer, no page cache.
 Its file has no name once it is open, so that nothing is left behind, however the process ends.
+
+The home of two tiers (device <- host <- disk) keeps some pages in host memory and the others on
+disk, each whole, for as long as the process lives; which ones says ``placement.py``. Every home
+counts what it moved, so that each tier can show that it was used.
 """
 
 from __future__ import annotations
@@ -13,24 +17,59 @@ import ctypes
 import errno
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from odc.errors import BudgetError, ConfigError, PageIOError
 from odc.memory.events import Tier
 from odc.memory.frames import FRAME_BYTES, PROT_RW, fault_in, map_anonymous, unmap
+from odc.memory.pages import Page
+from odc.sizes import exact_size, format_bytes
 
+BLOCK_BYTES = 4096  # what direct I/O is aligned to
 _IO_BYTES = 16 * 1024 * 1024
 
 
-class Home(Protocol):
-    """A flat space of bytes that pages are loaded from and stored to."""
+@dataclass(slots=True)
+class Traffic:
+    """What a tier of a home has done since the start.
 
-    tier: Tier
+    Loads and stores of one tier are one thread each, so that every number has one writer.
+
+    Attributes:
+        num_bytes: room for the pages that live there.
+        bytes_in, bytes_out: loaded from it, and stored to it.
+    """
+
+    num_bytes: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class Home(Protocol):
+    """A flat space of bytes that pages are loaded from and stored to.
+
+    Attributes:
+        tiers: what it consists of.
+        traffic: bytes moved, for each of them.
+    """
+
+    tiers: tuple[Tier, ...]
+    traffic: dict[Tier, Traffic]
+
+    def tier_of(self, page: int) -> Tier:
+        """Where a page lives."""
 
     def load(self, page: int, offset: int, address: int, num_bytes: int) -> None: ...
 
     def store(self, page: int, offset: int, address: int, num_bytes: int) -> None: ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Host memory that is taken."""
 
     def close(self) -> None: ...
 
@@ -44,9 +83,10 @@ class HostHome:
             never come home.
     """
 
-    tier = Tier.HOST
+    tiers: tuple[Tier, ...] = (Tier.HOST,)
 
     def __init__(self, num_bytes: int, spare_bytes: int = 0) -> None:
+        self.traffic = {Tier.HOST: Traffic(num_bytes + spare_bytes)}
         self._num_bytes = max(num_bytes + spare_bytes, FRAME_BYTES)
         self._eager_bytes = num_bytes
         self._spare_used: dict[int, int] = {}  # offset -> bytes
@@ -58,13 +98,19 @@ class HostHome:
         """Host memory that is taken."""
         return self._eager_bytes + sum(self._spare_used.copy().values())
 
+    def tier_of(self, page: int) -> Tier:
+        """Host memory."""
+        return Tier.HOST
+
     def load(self, page: int, offset: int, address: int, num_bytes: int) -> None:
         ctypes.memmove(address, self._base + offset, num_bytes)
+        self.traffic[Tier.HOST].bytes_in += num_bytes
 
     def store(self, page: int, offset: int, address: int, num_bytes: int) -> None:
         if offset >= self._eager_bytes:
             self._spare_used[offset] = num_bytes
         ctypes.memmove(self._base + offset, address, num_bytes)
+        self.traffic[Tier.HOST].bytes_out += num_bytes
 
     def close(self) -> None:
         if self._base:
@@ -85,7 +131,8 @@ class DiskHome:
         BudgetError: it has too little space.
     """
 
-    tier = Tier.DISK
+    tiers: tuple[Tier, ...] = (Tier.DISK,)
+    used_bytes = 0
 
     def __init__(
         self,
@@ -94,24 +141,36 @@ class DiskHome:
         *,
         option: str = "home_dir",
     ) -> None:
-        self.folder = Path(folder) if folder is not None else Path(tempfile.gettempdir())
+        self.traffic = {Tier.DISK: Traffic(num_bytes)}
+        self.folder = default_folder(folder)
         self.path = self.folder / f"odc-home-{os.getpid()}.pages"
         self.direct = True
+        self._fd = -1
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._fd = self._open()
-            os.posix_fallocate(self._fd, 0, max(num_bytes, 4096))
+            os.posix_fallocate(self._fd, 0, max(num_bytes, BLOCK_BYTES))
         except OSError as error:
-            if error.errno == errno.ENOSPC:
-                free = os.statvfs(self.folder)
-                raise BudgetError(
-                    f"{option}: {self.folder} has {free.f_bavail * free.f_frsize} bytes "
-                    f"free, the model's state needs {num_bytes}; name another folder"
-                ) from error
-            raise ConfigError(
-                f"{option}: cannot make a file in {self.folder} ({error.strerror}); "
-                "name a folder that can be written"
-            ) from error
+            self.close()
+            raise self._refusal(error, num_bytes, option) from error
+
+    def _refusal(self, error: OSError, num_bytes: int, option: str) -> Exception:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = os.statvfs(self.folder)
+            return BudgetError(
+                f"{option}: {self.folder} has {format_bytes(free.f_bavail * free.f_frsize)} free, "
+                f"the model's state needs {exact_size(num_bytes)}; name another folder"
+            )
+        if error.errno == errno.EFBIG:
+            return BudgetError(
+                f"{option}: a file of {exact_size(num_bytes)} is more than this process may write "
+                f"in {self.folder}; raise the limit (ulimit -f), or name a folder on another "
+                "file system"
+            )
+        return ConfigError(
+            f"{option}: cannot make a file in {self.folder} ({error.strerror}); "
+            "name a folder that can be written"
+        )
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -131,11 +190,17 @@ class DiskHome:
         os.unlink(name)
         return fd
 
+    def tier_of(self, page: int) -> Tier:
+        """Disk."""
+        return Tier.DISK
+
     def load(self, page: int, offset: int, address: int, num_bytes: int) -> None:
         self._transfer(os.preadv, "read", page, offset, address, num_bytes)
+        self.traffic[Tier.DISK].bytes_in += num_bytes
 
     def store(self, page: int, offset: int, address: int, num_bytes: int) -> None:
         self._transfer(os.pwritev, "write", page, offset, address, num_bytes)
+        self.traffic[Tier.DISK].bytes_out += num_bytes
 
     def _transfer(self, call, verb, page, offset, address, num_bytes) -> None:  # type: ignore[no-untyped-def]
         done = 0
@@ -146,10 +211,13 @@ class DiskHome:
                 moved = call(self._fd, [view], offset + done)
             except OSError as error:
                 raise PageIOError(
-                    f"cannot {verb} {size} bytes at offset {offset + done}: {error.strerror}",
+                    f"cannot {verb} {size} bytes at offset {offset + done}: {_explain(error)}",
                     page=page,
                     path=self.path,
                 ) from error
+            if moved < size:
+                # Direct I/O goes on from whole blocks only.
+                moved -= moved % BLOCK_BYTES
             if moved == 0:
                 raise PageIOError(
                     f"the file ends at offset {offset + done}", page=page, path=self.path
@@ -160,3 +228,99 @@ class DiskHome:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+_CAUSES = {
+    errno.ENOSPC: "free space on that file system",
+    errno.EDQUOT: "free space, or have the quota raised",
+    errno.EBADF: "the file is gone from this process",
+    errno.ESTALE: "the file vanished from its server",
+    errno.ENODEV: "the device is gone",
+    errno.EIO: "the device failed; the kernel's log says more",
+}
+
+
+def _explain(error: OSError) -> str:
+    more = _CAUSES.get(error.errno or 0)
+    return f"{error.strerror}" if more is None else f"{error.strerror} ({more})"
+
+
+def default_folder(folder: str | os.PathLike[str] | None) -> Path:
+    """Where a disk home goes: ``folder``, or the system's folder for temporary files."""
+    return Path(folder) if folder is not None else Path(tempfile.gettempdir())
+
+
+class TieredHome:
+    """Home of two tiers: some pages in host memory, the others on disk.
+
+    Args:
+        pages: all pages, by number.
+        on_host: (num_pages,) bool, the pages that live in host memory.
+        spare: (num_pages,) bool, pages whose host memory is taken when they first come home.
+        folder: for the file on disk.
+        option: what errors call ``folder``.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+        BudgetError: it has too little space.
+    """
+
+    tiers: tuple[Tier, ...] = (Tier.HOST, Tier.DISK)
+
+    def __init__(
+        self,
+        pages: list[Page],
+        on_host: np.ndarray,
+        spare: np.ndarray,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        option: str = "home_dir",
+    ) -> None:
+        sizes = np.array([p.num_frames * FRAME_BYTES for p in pages], np.int64)
+        eager = on_host & ~spare
+        # Spare host memory lies behind the rest, as HostHome has it.
+        self._shift = np.zeros(len(pages), np.int64)  # from a page's offset to that in its tier
+        offsets = np.array([p.offset for p in pages], np.int64)
+        end_of_host = 0
+        for chosen, begin in ((eager, 0), (on_host & spare, int(sizes[eager].sum()))):
+            self._shift[chosen] = begin + _starts(sizes[chosen]) - offsets[chosen]
+            end_of_host = begin + int(sizes[chosen].sum())
+        self._shift[~on_host] = _starts(sizes[~on_host]) - offsets[~on_host]
+        self._shifts: list[int] = self._shift.tolist()
+        self._on_host: list[bool] = on_host.tolist()
+        self.host_bytes, self.disk_bytes = end_of_host, int(sizes[~on_host].sum())
+        eager_bytes = int(sizes[eager].sum())
+        self.disk = DiskHome(self.disk_bytes, folder, option=option)
+        try:
+            self.host = HostHome(eager_bytes, end_of_host - eager_bytes)
+        except BaseException:
+            self.disk.close()
+            raise
+        self.traffic = {**self.host.traffic, **self.disk.traffic}
+
+    @property
+    def used_bytes(self) -> int:
+        """Host memory that is taken."""
+        return self.host.used_bytes
+
+    def tier_of(self, page: int) -> Tier:
+        """Where a page lives."""
+        return Tier.HOST if self._on_host[page] else Tier.DISK
+
+    def load(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        home = self.host if self._on_host[page] else self.disk
+        home.load(page, offset + self._shifts[page], address, num_bytes)
+
+    def store(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        home = self.host if self._on_host[page] else self.disk
+        home.store(page, offset + self._shifts[page], address, num_bytes)
+
+    def close(self) -> None:
+        self.host.close()
+        self.disk.close()
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """Where each of them begins, one behind the other."""
+    starts: np.ndarray = np.cumsum(sizes) - sizes
+    return starts

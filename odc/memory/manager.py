@@ -10,18 +10,21 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import warnings
 from collections.abc import Callable
 
 from odc.errors import BudgetError, OdcError
 from odc.memory.engines.threads import ThreadEngine
-from odc.memory.events import Kind, Tier
+from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
-from odc.memory.home import DiskHome, Home, HostHome
+from odc.memory.home import Home
+from odc.memory.home_plan import HomeOptions, make_home, plan_home
 from odc.memory.ledger import Ledger
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageTable
 from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
+from odc.memory.preflight import check
 from odc.memory.scores import PopularityScorer
 from odc.memory.stations import Stations
 from odc.memory.transfers import Transfers
@@ -47,9 +50,12 @@ class MemoryManager(Pager):
             everything resident.
         page_budget: fixes what pages get, whatever the rest needs.
         page_size: upper limit of a page.
-        home: ``"host"`` or ``"disk"``: where pages live when they are not on the device.
+        home: ``"host"``, ``"disk"``, or ``"host+disk"``: where pages live when they are not on the
+            device.
         home_dir: folder for the disk home.
-        link_bandwidth: bytes/s each way of an emulated bus, None for none.
+        host_mem: host memory that pages of ``"host+disk"`` may take, as bytes or ``"8GB"``; None:
+            what is free. The others live on disk.
+        link_bandwidth: bytes/s each way of an emulated bus, None for none; each tier has its own.
         prefetch_window: upper limit of how many passes ahead pages are loaded.
         page_prefetch: the same in modules.
         max_items: upper limit of resident pages.
@@ -69,6 +75,7 @@ class MemoryManager(Pager):
         page_size: int | str = "256MB",
         home: str = "host",
         home_dir: str | os.PathLike[str] | None = None,
+        host_mem: int | str | None = None,
         link_bandwidth: float | None = None,
         prefetch_window: int | None = None,
         page_prefetch: int | None = None,
@@ -85,9 +92,9 @@ class MemoryManager(Pager):
             parse_size(total_mem) if limited and total_mem is not None else None,
             None if page_budget is None else parse_size(page_budget),
         )
-        if home not in ("host", "disk"):
-            raise BudgetError(f"{option_prefix}home must be host or disk, got {home!r}")
-        self._home_kind, self._home_dir = home, home_dir
+        self._home_options = HomeOptions(
+            home, home_dir, None if host_mem is None else parse_size(host_mem), option_prefix
+        )
         self._link_bandwidth = link_bandwidth
         self._limits = Limits(page_prefetch, prefetch_window)
         self._eviction = eviction or CostAware()
@@ -117,7 +124,7 @@ class MemoryManager(Pager):
             keys.append((Kind.GRADIENT, 0))
         keys += [(Kind.MOMENT, slot) for slot in range(spec.num_moments)]
         if spec.compact:
-            whole = AddressRange(max(spec.state_bytes, 1))
+            whole = self._reserve(max(spec.state_bytes, 1))
             self._ranges.append(whole)
             for index, key in enumerate(keys):
                 piece = (ctypes.c_uint8 * spec.num_bytes).from_address(
@@ -127,21 +134,37 @@ class MemoryManager(Pager):
                 buffers[key] = piece
             addresses = {(int(Kind.PARAMETER), 0): whole.address}
         else:
-            ranges = {key: AddressRange(spec.num_bytes) for key in keys}
+            ranges = {key: self._reserve(spec.num_bytes) for key in keys}
             self._ranges += ranges.values()
             buffers = {key: r.buffer() for key, r in ranges.items()}
             addresses = {(int(k), slot): r.address for (k, slot), r in ranges.items()}
         return self.table.add_group(spec, addresses), buffers
 
-    def seal(self, sets: list[tuple[int, ...]], held: dict[int, list[int]]) -> None:
-        """All groups are there: check the budget, make frames, home and engine.
+    def _reserve(self, num_bytes: int) -> AddressRange:
+        try:
+            return AddressRange(num_bytes)
+        except OSError as error:
+            raise BudgetError(
+                f"{format_bytes(num_bytes)} of addresses cannot be reserved ({error.strerror}); "
+                "they take no memory, so raise the limit of the process (ulimit -v unlimited)"
+            ) from error
+
+    def seal(
+        self,
+        sets: list[tuple[int, ...]],
+        held: dict[int, list[int]],
+        gradients_come_home: bool = True,
+    ) -> None:
+        """All groups are there: check the budget and the machine, make frames, home and engine.
 
         Args:
             sets: groups whose members are chosen at run time, a tuple a set.
             held: for each group, the groups that are pinned while it runs.
+            gradients_come_home: False where each gradient is used up as soon as it is there.
 
         Raises:
-            BudgetError: some group cannot be trained in the budget; says which would do.
+            BudgetError: some group cannot be trained in the budget, or the machine has too little
+                memory or disk space; says which would do.
         """
         table = self.table
         table.seal()
@@ -156,20 +179,30 @@ class MemoryManager(Pager):
         # Before anything that has to be given back: a prefetcher may refuse this model.
         library = OrderLibrary(Stations(table, sets))
         prefetcher = None if self.unlimited else self._prefetch(library, self._limits)
-        if self._home_kind == "disk":
-            self.home = DiskHome(
-                table.home_bytes + table.gradient_bytes,
-                self._home_dir,
-                option=f"{self.option_prefix}home_dir",
-            )
-        else:
-            self.home = HostHome(table.home_bytes, table.gradient_bytes)
+        self.home = self._make_home(frames * FRAME_BYTES, gradients_come_home)
         self.pool = make_pool(frames)
         engine = ThreadEngine(self.pool, self.home, self._link_bandwidth)
-        transfers = Transfers(table, engine, frames, self.home.tier, self._policy)
+        transfers = Transfers(table, engine, frames, self.home.tiers[0], self._policy)
+        transfers.tier_of = self.home.tier_of
         super().__init__(table, library, transfers, self._eviction, prefetcher, self._tuning)
         self._least_frames = least
         self.hold_pinned()
+
+    def _make_home(self, frame_bytes: int, gradients_come_home: bool) -> Home:
+        """Plan the home, compare it with the machine, and make it."""
+        options, total = self._home_options, self.ledger.total_bytes or 0
+        machine = options.machine()
+        plan = plan_home(
+            self.table,
+            options,
+            machine,
+            frame_bytes=frame_bytes,
+            rest_bytes=max(total - frame_bytes, 0),
+            gradients_come_home=gradients_come_home,
+        )
+        for warning in check(machine, plan.needs, self.option_prefix):
+            warnings.warn(warning, stacklevel=4)
+        return make_home(self.table, options, plan)
 
     def _refuse(self, frames: int, least: int, owner: int) -> None:
         name = self.table.groups[owner].name
@@ -194,7 +227,7 @@ class MemoryManager(Pager):
     @property
     def _home_bytes(self) -> int:
         """Host memory that the home takes."""
-        return self.home.used_bytes if isinstance(self.home, HostHome) else 0
+        return self.home.used_bytes if self.home is not None else 0
 
     def rebalance(self) -> int:
         """Measure the rest and give pages what it leaves; returns the rest's peak in bytes.
@@ -235,11 +268,6 @@ class MemoryManager(Pager):
             self.transfers.free += more
             self.pool.shrink(-more)
         self.transfers.num_frames = self.pool.num_frames
-
-    @property
-    def home_tier(self) -> Tier:
-        assert self.home is not None
-        return self.home.tier
 
     def close(self) -> None:
         """Stop the engine and close the home. The model's parameters are gone with it."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from odc.memory.cycle import Cycle, Rates
 from odc.memory.orders import OrderLibrary, RecordedOrder
 from odc.memory.plan import OrderPrefetcher
-from odc.memory.schedule import Cycle, Rates, Schedule
+from odc.memory.schedule import Schedule, search
 from odc.memory.transfers import Transfers
 
 _CHANGED = 0.2  # rates that differ by more than this share make a schedule stale
@@ -72,14 +73,12 @@ class Rehearsal:
         schedule = None
         if rates is not None and order is not None and order.is_certain and order.writes:
             orders = [order]
-            following = library.orders.get(library.chain[0]) if library.chain else None
-            if following is not None and following.is_certain:
-                orders.append(following)
+            orders += [library.orders[c] for c in library.chain[:1] if self._is_certain(c)]
             table = library.stations.table
             here = [p for p, absent in enumerate(table.is_absent) if not absent]
             run = Cycle(table, orders, transfers.num_frames, rates, here)
-            schedule = run.search(work=int(_SHARE * order.total_ns / _USE_NS))
-        if schedule is None:
+            schedule = search(run, work=int(_SHARE * order.total_ns / _USE_NS))
+        if schedule is None or order is None:
             self.prefetcher.follow(None, [], [])
         else:
             self.prefetcher.follow(schedule, [order], schedule.leaves[:1], schedule.first)
@@ -149,10 +148,10 @@ class Rehearsal:
         last = self._last.get((contexts, key[1]))
         cycle = Cycle(self.library.stations.table, orders, key[1], rates)
         if self._pool is None:
-            self._keep(key, rates, cycle.search(last))
+            self._keep(key, rates, search(cycle, last))
             return self._found[key][1]
         if self._pending is None:
-            self._pending = (key, rates, self._pool.submit(cycle.search, last))
+            self._pending = (key, rates, self._pool.submit(search, cycle, last))
         return last
 
     def _collect(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,7 +57,7 @@ class Transfers:
         table: the pages; their states are written here and nowhere else.
         engine: runs the commands.
         num_frames: frames of the pool, all free.
-        home_tier: for the trace.
+        home_tier: for the trace, where all pages have their home in one; else set ``tier_of``.
         policy: policy code for the trace.
     """
 
@@ -73,6 +74,7 @@ class Transfers:
         self.num_frames = num_frames
         self.free = num_frames
         self.home_tier = home_tier
+        self.tier_of: Callable[[int], Tier] = lambda page: home_tier
         self.policy = policy
         self.sink: Sink | None = None
         self.bytes_in = 0
@@ -141,15 +143,18 @@ class Transfers:
 
     def _unbook(self, page: int) -> None:
         for ticket, frames in self._booked.pop(page):
-            if ticket is None:
+            if ticket is None or self._is_done(ticket):
                 self.free += frames
-            elif _failed(ticket):  # the frames are still where they were
-                continue
-            elif self.engine.poll(ticket):
-                self.free += frames
-            else:
+            else:  # if it failed, its page stays in these frames: ``_stays`` takes them out again
                 self._coming.append((ticket, frames))
                 self._coming_frames += frames
+
+    def _is_done(self, ticket: Ticket) -> bool:
+        """Whether a command has ended well; an error is left to whoever polls it next."""
+        try:
+            return self.engine.poll(ticket)
+        except Exception:
+            return False
 
     # -- the way in ----------------------------------------------------------------------------
 
@@ -210,7 +215,7 @@ class Transfers:
             seq = self._demanded.pop(page, -1)
             act = Act.PREFETCH if page in self.prefetched else Act.LOAD
             self.prefetched.discard(page)
-            self._record(ticket, seq, page, act, self.home_tier, Tier.DEVICE, num_bytes)
+            self._record(ticket, seq, page, act, self.tier_of(page), Tier.DEVICE, num_bytes)
 
     def cancel_one_prefetch(self) -> bool:
         """Take back the prefetch that was queued last; False if none can be."""
@@ -221,7 +226,7 @@ class Transfers:
             if not self.engine.cancel(ticket):
                 continue
             num_bytes = self._forget_load(page)
-            self._record(None, -1, page, Act.CANCEL, self.home_tier, Tier.DEVICE, num_bytes)
+            self._record(None, -1, page, Act.CANCEL, self.tier_of(page), Tier.DEVICE, num_bytes)
             return True
         return False
 
@@ -266,7 +271,7 @@ class Transfers:
         elif table.is_dirty[page]:
             after = (self.store(page, early=False),)
         self._release(page, after)
-        self._record(None, -1, page, Act.EVICT, Tier.DEVICE, self.home_tier, 0)
+        self._record(None, -1, page, Act.EVICT, Tier.DEVICE, self.tier_of(page), 0)
 
     def rescue(self, page: int) -> bool:
         """Take an eviction back, if the page is still in its frames and nobody counts on them.
@@ -330,7 +335,7 @@ class Transfers:
         num_bytes = self.table.pages[page].num_bytes
         self.out_flight_bytes -= num_bytes
         self.bytes_out -= num_bytes
-        self._record(None, -1, page, Act.CANCEL, Tier.DEVICE, self.home_tier, num_bytes)
+        self._record(None, -1, page, Act.CANCEL, Tier.DEVICE, self.tier_of(page), num_bytes)
         return True
 
     # -- completion ----------------------------------------------------------------------------
@@ -412,7 +417,7 @@ class Transfers:
         if storing.generation == self._generation[page]:
             self.table.is_dirty[page] = False
         act = Act.EARLY_WRITE_BACK if storing.early else Act.WRITE_BACK
-        self._record(storing.ticket, -1, page, act, Tier.DEVICE, self.home_tier, num_bytes)
+        self._record(storing.ticket, -1, page, act, Tier.DEVICE, self.tier_of(page), num_bytes)
 
     def wait_any(self) -> bool:
         """Wait for one command in flight; False if there is none."""

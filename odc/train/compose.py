@@ -58,6 +58,7 @@ def make_memory(config: Config, first_step: int = 0) -> MemoryManager:
         page_size=memory.page_size,
         home=memory.home,
         home_dir=memory.home_dir,
+        host_mem=memory.host_mem,
         link_bandwidth=memory.link_bandwidth,
         prefetch_window=memory.prefetch_window,
         page_prefetch=memory.page_prefetch,

@@ -242,10 +242,17 @@ class MemoryConfig(Section):
         256 << 20, checks.size(minimum=FRAME_BYTES, multiple_of=FRAME_BYTES), "largest page"
     )
     home: str = setting(
-        "host", checks.choice("host", "disk"), "where pages live when they are not on the device"
+        "host",
+        checks.choice("host", "disk", "host+disk"),
+        "where pages live when they are not on the device",
     )
     home_dir: str | None = setting(
         None, checks.optional(checks.text()), "folder of a disk home; null: a temporary one"
+    )
+    host_mem: int | None = setting(
+        None,
+        checks.optional(checks.size(minimum=FRAME_BYTES), off="auto"),
+        "host memory for pages of home host+disk, the others live on disk; auto: what is free",
     )
     evict_strategy: str = setting(
         "cost_aware",
@@ -344,6 +351,11 @@ class MemoryConfig(Section):
         return []
 
     def _size_problems(self) -> list[str]:
+        if self.host_mem is not None and self.home != "host+disk":
+            return [
+                f"memory.host_mem: got {self.host_mem} bytes with memory.home {self.home}; "
+                "allowed: auto (only memory.home host+disk divides pages among the two)"
+            ]
         if self.total_mem is None or self.page_budget is None:
             return []
         if self.page_budget <= self.total_mem:

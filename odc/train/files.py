@@ -1,4 +1,7 @@
-"""Files that are either the old version or the whole new one, never half of it."""
+"""Files that are either the old version or the whole new one, never half of it.
+
+And the folder in which the user's caches lie.
+"""
 
 import os
 import tempfile
@@ -21,3 +24,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def user_cache_dir() -> Path:
+    """Returns $ODC_CACHE_DIR, $XDG_CACHE_HOME/odc, or `~/.cache/odc`, the first that is set."""
+    named = os.environ.get("ODC_CACHE_DIR")
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "odc"

@@ -196,6 +196,9 @@ class RankTrainer(Trainer):
     def _make_facts(self) -> dict[str, Any]:
         return {"policy": POLICY, "ranks": self.ranks.size, **self._common_facts()}
 
+    def _used_tiers(self) -> dict[str, Any]:
+        return {}  # shards are not paged
+
     def _summarize(self, status: str, reason: str | None = None) -> dict[str, Any]:
         return super()._summarize(status, reason) if self.ranks.is_root else {"status": status}
 

@@ -144,6 +144,7 @@ def trace_facts(config: Config, runtime: Runtime, identity: Identity) -> dict[st
             "total_mem": config.memory.total_mem,
             "page_budget": manager.pool.num_bytes,
             "home": config.memory.home,
+            "host_mem": config.memory.host_mem,
             "link_bandwidth": config.memory.link_bandwidth,
             "page_size": manager.table.page_size,
             "policy": policy_name(config.memory),

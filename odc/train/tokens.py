@@ -10,7 +10,6 @@ other's half-written files.
 """
 
 import hashlib
-import os
 import shutil
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from rich.progress import track
 from odc.errors import DataError
 from odc.train.config_schema import DataConfig
 from odc.train.corpus import CODE, PROSE, Corpus, Document, load_corpus
+from odc.train.files import user_cache_dir
 from odc.train.tokenizer import Tokenizer, train_tokenizer
 
 # Raise it when the same corpus gives other tokens.
@@ -99,13 +99,8 @@ def load_tokens(config: DataConfig) -> TokenData:
 
 
 def cache_dir(config: DataConfig) -> Path:
-    """Returns the cache folder: `data.cache_dir`, $ODC_CACHE_DIR, $XDG_CACHE_HOME/odc, or
-    `~/.cache/odc`, the first that is set."""
-    named = config.cache_dir or os.environ.get("ODC_CACHE_DIR")
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "odc"
+    """Returns the cache folder: `data.cache_dir`, or that of the user."""
+    return Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_dir()
 
 
 def _read(folder: Path) -> tuple[Tokenizer, np.ndarray, np.ndarray] | None:

@@ -357,6 +357,7 @@ class Trainer:
             "policy": policy_name(memory),
             "page_budget": self.manager.pool.num_bytes,
             "home": memory.home,
+            "host_mem": memory.host_mem,
             "link_bandwidth": memory.link_bandwidth,
             **self._common_facts(),
         }
@@ -371,8 +372,24 @@ class Trainer:
         }
 
     def _summarize(self, status: str, reason: str | None = None) -> dict[str, Any]:
-        facts = dict(self._facts) if reason is None else {"reason": reason, **self._facts}
+        facts = self._facts | self._used_tiers()
+        facts = facts if reason is None else {"reason": reason, **facts}
         return self.run_dir.write_summary(status, facts)
+
+    def _used_tiers(self) -> dict[str, Any]:
+        """What each tier of the home holds and has moved in this process, building included."""
+        home = self.manager.home
+        assert home is not None, "the model is built"
+        return {
+            "tiers": {
+                tier.name.lower(): {
+                    "home_bytes": used.num_bytes,
+                    "bytes_in": used.bytes_in,
+                    "bytes_out": used.bytes_out,
+                }
+                for tier, used in home.traffic.items()
+            }
+        }
 
     def _fail(self, error: BaseException) -> None:
         """Leaves a readable run behind; nothing here may hide the error itself."""

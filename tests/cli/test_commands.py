@@ -66,7 +66,7 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.parametrize(
     "command",
     [["train"], ["profile"], ["predictor", "train"], ["predictor", "eval"], ["dashboard"]]
-    + [["report"], ["generate"], ["simulate"], ["bench", "paging"]],
+    + [["report"], ["generate"], ["simulate"], ["bench", "paging"], ["doctor"]],
 )
 def test_every_command_explains_itself_with_an_example(command, capsys):
     with pytest.raises(SystemExit) as ended:

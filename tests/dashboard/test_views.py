@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +57,24 @@ def test_tables_hold_raw_values_that_csv_keeps(small: RunData) -> None:
 
 
 # Overview.
+
+
+def test_a_home_of_two_tiers_shows_how_much_each_of_them_moved(
+    record: Callable[..., Path], open_run: Open
+) -> None:
+    path = record()
+    plain = open_run(path)
+    assert all(tile.label != "Traffic by tier" for tile in overview.tiles(plain, plain.metrics))
+    told = json.loads((path / "summary.json").read_text())
+    told["tiers"] = {
+        "host": {"home_bytes": 4 << 30, "bytes_in": 2 << 20, "bytes_out": 1 << 20},
+        "disk": {"home_bytes": 8 << 30, "bytes_in": 1 << 20, "bytes_out": 0},
+    }
+    (path / "summary.json").write_text(json.dumps(told))
+    run = open_run(path)
+    (tile,) = (t for t in overview.tiles(run, run.metrics) if t.label == "Traffic by tier")
+    assert tile.value == "75 % host, 25 % disk"
+    assert "homes: host 4.00 GiB, disk 8.00 GiB" in tile.note
 
 
 def test_the_overview_verdict_adds_up_the_stall(small: RunData) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import odc
-from odc.memory.events import Act, Phase
+from odc.memory.events import Act, Phase, Tier
 from odc.memory.manager import MemoryManager, PrefetchFactory, popularity
 from odc.memory.next_k import NextKPrefetcher
 from odc.memory.orders import OrderLibrary
@@ -41,12 +42,18 @@ class Watch:
 
     acts: Counter = field(default_factory=Counter)
     needs: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    loaded: Counter = field(default_factory=Counter)  # bytes by tier, as the trace has them
+    stored: Counter = field(default_factory=Counter)
 
     def need(self, seq, t_ns, step, micro, phase, ctx, group, kind, op, compute_ns, tokens):  # type: ignore[no-untyped-def]
         self.needs.append((seq, phase, group, kind, op))
 
     def action(self, t_ns, seq, page, act, src, dst, num_bytes, dur_ns, wait_ns, policy):  # type: ignore[no-untyped-def]
         self.acts[Act(act)] += 1
+        if act in (Act.LOAD, Act.PREFETCH):
+            self.loaded[Tier(src)] += num_bytes
+        elif act in (Act.WRITE_BACK, Act.EARLY_WRITE_BACK):
+            self.stored[Tier(dst)] += num_bytes
 
     def mem(self, t_ns, step, tier, account, allocated, peak):  # type: ignore[no-untyped-def]
         """Of no interest here."""
@@ -103,6 +110,7 @@ class Paging:
     budget: int | None = 16 * MIB
     policy: str = "cost_aware+popularity"
     home: str = "host"
+    host_mem: int | None = None
     update: str = "step"
     page_size: int = 256 * MIB
 
@@ -127,6 +135,7 @@ class PagedRun:
             page_budget=paging.budget,
             page_size=paging.page_size,
             home=paging.home,
+            host_mem=paging.host_mem,
             eviction=eviction(),
             prefetch=prefetch,
         )
@@ -141,11 +150,24 @@ class PagedRun:
             lr=LR,
         )
         self.watch = Watch()
+        memory.transfers.drain()  # what building has moved is not the loop's
+        while not memory.transfers.engine.is_idle():
+            time.sleep(0.001)
         memory.set_sink(self.watch)
+        self._home, self._built = memory.home, {}
+        self._built = self.moved()
         self.reordered = 0
         for module in model.modules():
             if getattr(module, "expert_order", None) is not None:
                 self._watch_order(module)
+
+    def moved(self) -> dict[Tier, tuple[int, int]]:
+        """Bytes (in, out) of each tier since the model was built, as its home counts them."""
+        found = {}
+        for tier, used in self._home.traffic.items():
+            before = self._built.get(tier, (0, 0))
+            found[tier] = used.bytes_in - before[0], used.bytes_out - before[1]
+        return found
 
     def _watch_order(self, module: nn.Module) -> None:
         choose = module.expert_order

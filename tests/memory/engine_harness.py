@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from odc.memory.engines.base import CommandKind, Ticket
+from odc.memory.engines.base import CommandKind, Ticket, TierSpeed
 from odc.memory.engines.threads import ThreadEngine
 from odc.memory.engines.virtual import VirtualEngine
 from odc.memory.events import Kind, Tier
@@ -19,6 +19,7 @@ from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool
 from odc.memory.pages import Page
 
 NUM_PAGES = 24
+SLICE = FRAME_BYTES  # of a transfer, in these tests
 Fault = Callable[[CommandKind, int], BaseException | None]
 
 
@@ -30,28 +31,45 @@ class ThreadHarness:
     """The thread engine over a home that can be held and that can fail."""
 
     name = "threads"
-    tier = Tier.HOST
+    used_bytes = 0
 
-    def __init__(self, bandwidth: float | None = None, timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        bandwidth: float | None = None,
+        timeout_s: float = 20.0,
+        tiers: tuple[Tier, ...] = (Tier.HOST,),
+        page_frames: int = 1,
+    ) -> None:
         self.fault: Fault = no_fault
+        self.tiers, self.traffic = tiers, {}
         self.moved: list[tuple[str, int]] = []
+        self.slices: list[tuple[str, int, int]] = []  # the same, and which slice of the page
+        self.always_open: set[int] = set()  # pages whose transfers no gate holds
         self.gates = {CommandKind.LOAD: threading.Event(), CommandKind.STORE: threading.Event()}
         for gate in self.gates.values():
             gate.set()
-        self.pool = FramePool(NUM_PAGES)
-        self.room = AddressRange(NUM_PAGES * FRAME_BYTES)
-        self.engine = ThreadEngine(self.pool, self, bandwidth, timeout_s)
-        self.pages = pages_at(self.room.address)
+        self.pool = FramePool(NUM_PAGES * page_frames)
+        self.room = AddressRange(NUM_PAGES * page_frames * FRAME_BYTES)
+        self.engine = ThreadEngine(self.pool, self, bandwidth, timeout_s, SLICE)
+        self.pages = pages_at(self.room.address, page_frames)
+
+    def tier_of(self, page: int) -> Tier:
+        return tier_of(self.tiers, page)
 
     def load(self, page: int, offset: int, address: int, num_bytes: int) -> None:
-        self._move(CommandKind.LOAD, page)
+        self._move(CommandKind.LOAD, page, offset, num_bytes)
 
     def store(self, page: int, offset: int, address: int, num_bytes: int) -> None:
-        self._move(CommandKind.STORE, page)
+        self._move(CommandKind.STORE, page, offset, num_bytes)
 
-    def _move(self, kind: CommandKind, page: int) -> None:
+    def _move(self, kind: CommandKind, page: int, offset: int, num_bytes: int) -> None:
+        assert num_bytes <= SLICE
+        if page in self.always_open:
+            return
         self.gates[kind].wait(20.0)
-        self.moved.append((kind.name, page))
+        self.slices.append((kind.name, page, offset // SLICE))
+        if offset == 0:
+            self.moved.append((kind.name, page))
         error = self.fault(kind, page)
         if error is not None:
             raise error
@@ -84,12 +102,23 @@ class VirtualHarness:
 
     name = "virtual"
 
-    def __init__(self, bandwidth: float | None = None, timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        bandwidth: float | None = None,
+        timeout_s: float = 20.0,
+        tiers: tuple[Tier, ...] = (Tier.HOST,),
+        page_frames: int = 1,
+    ) -> None:
         self.fault: Fault = no_fault
+        speed = bandwidth or FRAME_BYTES * 100.0
         self.engine = VirtualEngine(
-            bandwidth or FRAME_BYTES * 100.0, fault=lambda t: self.fault(t.kind, t.page.page)
+            speed,
+            fault=lambda t: self.fault(t.kind, t.page.page),
+            tier_of=lambda page: tier_of(tiers, page),
+            speeds={tier: TierSpeed(speed, speed) for tier in tiers},
+            slice_bytes=SLICE,
         )
-        self.pages = pages_at(0)
+        self.pages = pages_at(0, page_frames)
 
     @contextmanager
     def held(self, kind: CommandKind) -> Iterator[Ticket]:
@@ -111,8 +140,24 @@ class VirtualHarness:
 Harness = ThreadHarness | VirtualHarness
 
 
-def pages_at(address: int) -> list[Page]:
+def in_order_of_end(*tickets: Ticket) -> list[int]:
+    return [t.page.page for t in sorted(tickets, key=lambda t: t.done_ns)]
+
+
+def resident(h: Harness, *pages: int) -> None:
+    """Map pages without content."""
+    for page in pages:
+        h.engine.wait(h.engine.submit(CommandKind.CREATE, h.pages[page]))
+
+
+def tier_of(tiers: tuple[Tier, ...], page: int) -> Tier:
+    """The pages take turns."""
+    return tiers[page % len(tiers)]
+
+
+def pages_at(address: int, frames: int) -> list[Page]:
+    size = frames * FRAME_BYTES
     return [
-        Page(i, i, Kind.PARAMETER, 0, 0, FRAME_BYTES, 1, address + i * FRAME_BYTES, 0)
+        Page(i, i, Kind.PARAMETER, 0, 0, size, frames, address + i * size, 0)
         for i in range(NUM_PAGES)
     ]

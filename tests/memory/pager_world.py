@@ -16,7 +16,7 @@ from odc.errors import BudgetError, PageIOError
 from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool
-from odc.memory.home import DiskHome, Home, HostHome
+from odc.memory.home import DiskHome, Home, HostHome, TieredHome
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageState, PageTable
@@ -32,10 +32,15 @@ class FlakyHome:
     """A home that is slow now and then, and fails with a given chance, half-way."""
 
     def __init__(self, home: Home, rng: random.Random) -> None:
-        self.home, self.rng, self.tier = home, rng, home.tier
+        self.home, self.rng = home, rng
+        self.tiers, self.tier_of, self.traffic = home.tiers, home.tier_of, home.traffic
         self.chance = 0.0
         self.raised = 0
         self.on_store: list[int] = []
+
+    @property
+    def used_bytes(self) -> int:
+        return self.home.used_bytes
 
     def load(self, page: int, offset: int, address: int, num_bytes: int) -> None:
         self._fail(page, address, num_bytes, "read")
@@ -89,14 +94,10 @@ class World:
         least, _ = self.table.smallest_budget()
         spare = self.spare_frames if self.spare_frames is not None else rng.randint(0, 6)
         self.pool = FramePool(least + spare)
-        size, gradients = self.table.home_bytes, self.table.gradient_bytes
-        if self.home_kind == "disk":
-            home: Home = DiskHome(size + gradients, self.folder)
-        else:
-            home = HostHome(size, gradients)
+        home = self._make_home()
         self.home = FlakyHome(home, random.Random(self.seed + 1))
-        self.engine = ThreadEngine(self.pool, self.home, timeout_s=20.0)
-        self.transfers = Transfers(self.table, self.engine, self.pool.num_frames, home.tier)
+        self.engine = ThreadEngine(self.pool, self.home, timeout_s=20.0, slice_bytes=FRAME_BYTES)
+        self.transfers = Transfers(self.table, self.engine, self.pool.num_frames, home.tiers[0])
         library = OrderLibrary(Stations(self.table, [self.set_members]))
         self.pager = Pager(
             self.table,
@@ -122,6 +123,16 @@ class World:
         if self.prefetch == "orders":
             return OrderPrefetcher(library, PopularityScorer(library.stations.members))
         return None
+
+    def _make_home(self) -> Home:
+        table = self.table
+        if self.home_kind == "disk":
+            return DiskHome(table.home_bytes + table.gradient_bytes, self.folder)
+        if self.home_kind == "host":
+            return HostHome(table.home_bytes, table.gradient_bytes)
+        on_host = np.random.default_rng(self.seed).random(len(table.pages)) < 0.5
+        spare = np.array([p.kind == Kind.GRADIENT for p in table.pages])
+        return TieredHome(table.pages, on_host, spare, self.folder)
 
     def _add_group(self, rng: random.Random, group: int) -> None:
         size = rng.choice((1_000, 300_000, 1_200_000, 2_000_000, 5_000_000, 9_000_000))

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from odc.errors import OdcError
 from odc.memory.engines.base import CommandKind, Priority, Ticket
 from odc.memory.frames import FRAME_BYTES
-from tests.memory.engine_harness import NUM_PAGES, Harness, ThreadHarness, VirtualHarness, no_fault
+from tests.memory.engine_harness import (
+    NUM_PAGES,
+    Harness,
+    ThreadHarness,
+    VirtualHarness,
+    in_order_of_end,
+    no_fault,
+    resident,
+)
 
 LOAD, STORE = CommandKind.LOAD, CommandKind.STORE
 CREATE, RELEASE = CommandKind.CREATE, CommandKind.RELEASE
-
-
-@pytest.fixture(params=[ThreadHarness, VirtualHarness], ids=["threads", "virtual"])
-def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Harness]]:
-    made: list[Harness] = []
-
-    def build(**options: object) -> Harness:
-        made.append(request.param(**options))
-        return made[-1]
-
-    yield build
-    for harness in made:
-        harness.close()
-
-
-def in_order_of_end(*tickets: Ticket) -> list[int]:
-    return [t.page.page for t in sorted(tickets, key=lambda t: t.done_ns)]
-
-
-def resident(h: Harness, *pages: int) -> None:
-    """Map pages without content."""
-    for page in pages:
-        h.engine.wait(h.engine.submit(CREATE, h.pages[page]))
 
 
 # -- order -----------------------------------------------------------------------------------------
@@ -73,7 +58,7 @@ def test_a_wait_overtakes_what_is_queued(make: Callable[..., Harness]) -> None:
     with h.held(LOAD):
         ahead = [h.engine.submit(LOAD, h.pages[p]) for p in range(1, 9)]
         needed = h.engine.submit(LOAD, h.pages[9])
-        needed.urge()
+        h.engine.urge(needed)
     h.engine.wait(needed)
     h.run_until_idle(ahead)
     assert in_order_of_end(needed, *ahead) == [9, *range(1, 9)]
@@ -88,7 +73,7 @@ def test_a_wait_makes_all_that_it_waits_for_urgent(make: Callable[..., Harness])
         store = h.engine.submit(STORE, h.pages[7], (), Priority.EARLY)
         release = h.engine.submit(RELEASE, h.pages[7], (store,))
         load = h.engine.submit(LOAD, h.pages[8], (release,))
-        load.urge()
+        h.engine.urge(load)
     h.engine.wait(load)
     h.run_until_idle(early)
     assert all(store.done_ns <= t.done_ns for t in early)
@@ -317,8 +302,10 @@ def test_a_wait_that_takes_too_long_shows_the_queues() -> None:
         waiting = h.engine.submit(RELEASE, h.pages[6], (blocked,))
         with pytest.raises(OdcError, match=r"page 6: RELEASE not done") as caught:
             h.engine.wait(waiting)
-        assert "in: LOAD page 5 after []" in str(caught.value)
-        assert "moves: RELEASE page 6 after ['LOAD 5']" in str(caught.value)
+        told = str(caught.value)
+        assert "in: LOAD page 0 normal runs, 0 of 2 MiB moved\n" in told
+        assert "in: LOAD page 5 urgent after []" in told
+        assert "moves: RELEASE page 6 urgent after ['LOAD 5']" in told
         h.engine.cancel(waiting)
         h.engine.cancel(blocked)
     h.close()
@@ -326,9 +313,9 @@ def test_a_wait_that_takes_too_long_shows_the_queues() -> None:
 
 def test_a_command_that_can_never_run_shows_the_queues() -> None:
     h = VirtualHarness()
-    stranger = Ticket(LOAD, h.pages[9], (), Priority.NORMAL, 0, 0)
+    stranger = Ticket(LOAD, h.pages[9], Priority.NORMAL, 0, 0)
     ticket = h.engine.submit(LOAD, h.pages[1], (stranger,))
-    with pytest.raises(OdcError, match=r"page 1: LOAD can never run\nin: LOAD page 1 after"):
+    with pytest.raises(OdcError, match=r"page 1: LOAD can never run\nin: LOAD page 1 urgent after"):
         h.engine.wait(ticket)
 
 

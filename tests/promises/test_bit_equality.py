@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 import torch
 
+from odc.memory.events import Tier
 from tests.fsdp import models
 from tests.fsdp.paged_loop import MIB, POLICIES, PagedRun, Paging
 from tests.fsdp.plain_loop import Loop, Result, assert_equal, train_plainly
@@ -100,6 +101,19 @@ def test_no_policy_changes_a_bit_where_the_order_of_experts_is_free(policy):
 @pytest.mark.parametrize("name, update", [("dense", "backward"), (CHECKPOINTED_EXPERTS, "step")])
 def test_a_home_on_disk_changes_no_bit(name, update):
     check(name, Loop(), paging(name, home="disk", update=update))
+
+
+@pytest.mark.parametrize(
+    "name, update, host_mem", [("dense", "step", 16 * MIB), ("moe", "backward", 40 * MIB)]
+)
+def test_a_home_of_two_tiers_changes_no_bit(name, update, host_mem):
+    """Half of the state lives on disk and half in host memory, and the trace knows which."""
+    run = check(name, Loop(), paging(name, home="host+disk", host_mem=host_mem, update=update))
+    moved = run.moved()
+    assert set(moved) == {Tier.HOST, Tier.DISK}
+    assert all(num_bytes > 20 * MIB for way in moved.values() for num_bytes in way)
+    watch = run.watch
+    assert moved == {tier: (watch.loaded[tier], watch.stored[tier]) for tier in moved}
 
 
 @pytest.mark.parametrize("name", ["tied, checkpointed", CHECKPOINTED_EXPERTS])

@@ -60,8 +60,23 @@ def test_without_a_file_every_key_has_its_default():
         "cost_aware",
         "popularity",
     )
+    assert memory.host_mem is None
     assert config.profiler.trace_interval == 100
     assert config.profiler.metrics == ("comm_vol", "mem_footprint")
+
+
+def test_a_home_of_two_tiers_may_limit_its_host_memory():
+    config, notices = load_config(None, ["memory.home=host+disk", "memory.host_mem=4GB"])
+    assert (config.memory.home, config.memory.host_mem, notices) == ("host+disk", 4 << 30, [])
+    assert load_config(None, ["memory.home=host+disk"])[0].memory.host_mem is None
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_host_memory_is_refused_where_nothing_is_limited_by_it(home):
+    (problem,) = problems_of(f"memory.home={home}", "memory.host_mem=1GB")
+    assert (
+        f"memory.host_mem: got 1073741824 bytes with memory.home {home}; allowed: auto" in problem
+    )
 
 
 def test_a_misspelt_key_is_told_with_its_path_and_the_nearest_key(tmp_path, monkeypatch):

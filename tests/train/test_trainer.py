@@ -259,6 +259,19 @@ def test_a_trainer_leaves_no_thread_behind(make_config, tmp_path):
     assert not list(tmp_path.glob("odc-home-*"))
 
 
+@pytest.mark.parametrize("home", ["host", "disk", "host+disk"])
+def test_the_summary_tells_what_each_tier_held_and_moved(make_config, tmp_path, home):
+    keys = {"memory.home": home, "memory.home_dir": tmp_path, "train.steps": 2}
+    if home == "host+disk":
+        keys["memory.host_mem"] = "10MB"
+    told = train(make_config(**keys), tmp_path / "run").summary
+    assert told["home"] == home and list(told["tiers"]) == home.split("+")
+    for tier in told["tiers"].values():
+        assert tier["home_bytes"] >= 10 << 20 and tier["bytes_in"] and tier["bytes_out"]
+    moved = sum(tier["bytes_in"] for tier in told["tiers"].values())
+    assert moved >= told["totals"]["bytes_in"], "building the model moves pages too"
+
+
 def test_vectors_do_not_decay(make_config):
     config = make_config()
     model = build_model(config.model, 400, device="meta")

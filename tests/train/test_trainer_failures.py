@@ -21,7 +21,7 @@ class FailingHome:
     """A home whose calls fail from some call on."""
 
     def __init__(self, inner: DiskHome, verb: str, healthy_calls: int, number: int) -> None:
-        self.inner, self.tier, self.path = inner, inner.tier, inner.path
+        self.inner, self.path = inner, inner.path
         self.verb, self.left, self.number = verb, healthy_calls, number
 
     def load(self, page, offset, address, num_bytes):
@@ -45,15 +45,20 @@ class FailingHome:
 
 
 @pytest.mark.parametrize(
-    ("model", "verb", "number"),
-    [("dense", "load", errno.EIO), ("moe", "store", errno.EIO), ("moe", "store", errno.ENOSPC)],
+    ("model", "verb", "number", "home"),
+    [
+        ("dense", "load", errno.EIO, "disk"),
+        ("moe", "store", errno.EIO, "host+disk"),
+        ("moe", "store", errno.ENOSPC, "disk"),
+    ],
 )
 def test_a_page_that_fails_ends_the_run_and_spares_what_was_saved(
-    make_config, read_metrics, tmp_path, model, verb, number
+    make_config, read_metrics, tmp_path, model, verb, number, home
 ):
     keys = {
         "checkpoint.every": 2,
-        "memory.home": "disk",
+        "memory.home": home,
+        "memory.host_mem": "8MB" if home == "host+disk" else "auto",
         "memory.home_dir": tmp_path,
         "profiler.trace_interval": 1,
     }
@@ -62,8 +67,10 @@ def test_a_page_that_fails_ends_the_run_and_spares_what_was_saved(
     step = trainer._step
 
     def fail_in_step_3(number_of_step):
-        if number_of_step == 3:
+        if number_of_step == 3 and home == "disk":
             engine.home = FailingHome(engine.home, verb, 2, number)
+        elif number_of_step == 3:
+            engine.home.disk = FailingHome(engine.home.disk, verb, 2, number)
         return step(number_of_step)
 
     trainer._step = fail_in_step_3

@@ -1,35 +1,65 @@
 """The engine of the simulator: no bytes, only a clock.
 
-The same commands, channels, priorities and dependencies as the thread engine, in discrete events:
-a command starts when its channel is free and all that it waits for has ended, and takes
-``latency + bytes / bandwidth`` (loads and stores) or ``frames * frame_move`` (maps and unmaps).
-The clock moves when the caller computes (``advance``) or waits.
+The same commands, lines, priorities and slices as the thread engine, in discrete events: a command
+starts when its line is free and all that it waits for has ended, and takes
+``latency + bytes / bandwidth`` (loads and stores) and ``frames * frame_move`` (loads, maps and
+unmaps). The clock moves when the caller computes (``advance``) or waits.
+
+Slices are not events. A line that runs a command has one event, its end; when something of a higher
+priority becomes ready, the event moves to the next border between slices, which is computed.
+Whatever happens by now has happened when a method returns, but for the start of what was
+submitted since: what is submitted at one moment is ordered before any of it starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from odc.errors import OdcError
-from odc.memory.engines.base import CommandKind, Priority, Ticket, describe
+from odc.memory.engines.base import SLICE_BYTES, CommandKind, Priority, Ticket, TierSpeed
+from odc.memory.engines.board import Board, Line, key_of
+from odc.memory.events import Tier
 from odc.memory.pages import Page
 
-_CHANNEL = {
-    CommandKind.LOAD: 0,
-    CommandKind.STORE: 1,
-    CommandKind.RELEASE: 2,
-    CommandKind.CREATE: 2,
-}
+_NEVER = 1 << 62
+
+
+class _Run:
+    """A line and the command that it runs."""
+
+    __slots__ = (
+        "bandwidth",
+        "begin_ns",
+        "latency_ns",
+        "line",
+        "stop_bytes",
+        "stop_ns",
+        "ticket",
+        "total_ns",
+    )
+
+    def __init__(self, line: Line, speed: TierSpeed, incoming: bool) -> None:
+        self.line = line
+        self.bandwidth = speed.bandwidth_in if incoming else speed.bandwidth_out
+        self.latency_ns = speed.latency_ns
+        self.ticket: Ticket | None = None
+        self.begin_ns = 0  # of the part that runs now
+        self.total_ns = 0  # of the whole command
+        self.stop_ns = _NEVER  # when the line looks again
+        self.stop_bytes = 0  # what of the command has moved by then
 
 
 class VirtualEngine:
-    """A clock, two lines and a table of frames.
+    """A clock, lines and no frames.
 
     Args:
         bandwidth_in, bandwidth_out: bytes/s of each direction.
         latency_ns: fixed cost of a load or store.
         frame_move_ns: cost of mapping or unmapping one frame.
         fault: asked at the start of each command; what it returns is raised as its error.
+        tier_of: tells where a page has its home; None: all in one place.
+        speeds: what holds, instead of the figures above, for each tier of the home.
+        slice_bytes: loads and stores can be overtaken at multiples of it.
     """
 
     def __init__(
@@ -39,25 +69,39 @@ class VirtualEngine:
         latency_ns: int = 0,
         frame_move_ns: int = 0,
         fault: Callable[[Ticket], BaseException | None] | None = None,
+        *,
+        tier_of: Callable[[int], Tier] | None = None,
+        speeds: Mapping[Tier, TierSpeed] | None = None,
+        slice_bytes: int = SLICE_BYTES,
     ) -> None:
-        self.bandwidth_in = bandwidth_in
-        self.bandwidth_out = bandwidth_out if bandwidth_out is not None else bandwidth_in
-        self.latency_ns = latency_ns
+        out = bandwidth_out if bandwidth_out is not None else bandwidth_in
+        common = TierSpeed(bandwidth_in, out, latency_ns)
         self.frame_move_ns = frame_move_ns
         self.fault = fault
+        self.slice_bytes = slice_bytes
+        self.speeds = dict(speeds) if speeds else {Tier.HOST: common}
+        only = next(iter(self.speeds))
+        self._board = board = Board(self.speeds, tier_of or (lambda page: only))
+        self._runs = {
+            line: _Run(line, self.speeds.get(line.tier or only, common), line.name.endswith("in"))
+            for line in board.lines
+        }
+        self._moves = self._runs[board.moves]
+        self._all = tuple(self._runs.values())
         self._now = 0
-        self._number = 0
-        self._queues: tuple[list[Ticket], ...] = ([], [], [])
-        self._free = [0, 0, 0]
-        self._settled = True  # nothing can start before the clock moves or a command comes
+        self._next_ns = _NEVER  # the next event
+        self._changed: list[_Run] = []  # lines for which something has become ready or better
 
     def now_ns(self) -> int:
         return self._now
 
     def advance(self, duration_ns: int) -> None:
         """Let the computation take ``duration_ns``."""
+        if self._changed:
+            self._settle()
         self._now += int(duration_ns)
-        self._settled = False
+        if self._next_ns <= self._now:
+            self._happen()
 
     def submit(
         self,
@@ -66,110 +110,145 @@ class VirtualEngine:
         after: tuple[Ticket, ...] = (),
         priority: Priority = Priority.NORMAL,
     ) -> Ticket:
-        ready = self._now
-        pending = []
-        for ticket in after:
-            past = 0 <= ticket.done_ns <= self._now
-            if not ticket.cancelled and (ticket.error is not None or not past):
-                pending.append(ticket)
-        made = Ticket(kind, page, tuple(pending), priority, self._number, ready)
-        self._number += 1
-        self._queues[_CHANNEL[kind]].append(made)
-        self._settled = False
-        return made
+        ticket = self._board.submit(kind, page, after, priority, self._now)
+        if not ticket.waits:
+            self._changed.append(self._runs[ticket.line])  # type: ignore[index]
+        return ticket
 
     def poll(self, ticket: Ticket) -> bool:
-        if not self._settled:
-            self._run()
-        done = 0 <= ticket.done_ns <= self._now
+        if self._changed:
+            self._settle()
+        done = ticket.done_ns >= 0
         if done and ticket.error is not None:
             raise ticket.error
         return done
 
+    def urge(self, ticket: Ticket) -> None:
+        if self._changed:
+            self._settle()
+        ticket.urge()
+        self._changed.extend(self._all)
+        self._settle()
+
     def wait(self, ticket: Ticket) -> None:
         if self.poll(ticket) or ticket.cancelled:
             return
-        ticket.urge()
+        self.urge(ticket)
         while ticket.done_ns < 0:
-            start = self._next_start()
-            if start is None:
+            if self._next_ns == _NEVER:
                 raise OdcError(
                     f"page {ticket.page.page}: {ticket.kind.name} can never run\n{self.dump()}"
                 )
-            self._now = max(self._now, start)
-            self._run()
-        self._now = max(self._now, ticket.done_ns)
+            self._now = self._next_ns
+            self._happen()
         self.poll(ticket)
 
     def cancel(self, ticket: Ticket) -> bool:
-        self._run()
+        if self._changed:
+            self._settle()
         if ticket.started or ticket.cancelled:
             return ticket.cancelled
-        self._queues[_CHANNEL[ticket.kind]].remove(ticket)
-        ticket.cancelled, ticket.ready_ns = True, self._now
-        self._settled = False  # what waits for it is ready now
+        for ready in self._board.cancel(ticket, self._now):
+            self._changed.append(self._runs[ready.line])  # type: ignore[index]
         return True
 
     def dump(self) -> str:
-        """The queues in words, for errors."""
-        return describe(dict(zip(("in", "out", "moves"), self._queues, strict=True)))
+        """The lines in words, for errors."""
+        return self._board.dump()
 
-    def _ready_ns(self, ticket: Ticket) -> int | None:
-        """When a queued command could start, or None while something it waits for has no end."""
-        ready = ticket.ready_ns
-        for earlier in ticket.after:
-            if earlier.done_ns < 0 and not earlier.cancelled:
-                return None
-            ready = max(ready, earlier.done_ns, earlier.ready_ns)
-        return ready
+    def is_idle(self) -> bool:
+        """Whether no command is queued or runs."""
+        return self._board.is_empty()
 
-    def _next_start(self) -> int | None:
-        """The earliest moment at which any queued command can start."""
-        best: int | None = None
-        for channel, queue in enumerate(self._queues):
-            for ticket in queue:
-                ready = self._ready_ns(ticket)
-                if ready is not None:
-                    start = max(ready, self._free[channel])
-                    best = start if best is None else min(best, start)
-        return best
+    def _settle(self) -> None:
+        """Let start what can start now."""
+        self._start(self._now)
+        if self._next_ns <= self._now:
+            self._happen()
 
-    def _run(self) -> None:
-        """Start every command that can start by now, in order of time."""
-        while True:
-            best: tuple[int, int, Ticket] | None = None
-            for channel, queue in enumerate(self._queues):
-                found = self._candidate(channel, queue)
-                if found is not None and (best is None or found[0] < best[0]):
-                    best = (found[0], channel, found[1])
-            if best is None or best[0] > self._now:
-                self._settled = True
-                return
-            start, channel, ticket = best
-            self._queues[channel].remove(ticket)
+    def _happen(self) -> None:
+        """Let happen what happens by now, in order of time."""
+        while self._next_ns <= self._now:
+            at = self._next_ns
+            for run in self._all:
+                if run.stop_ns == at:
+                    self._stop(run, at)
+            self._start(at)
+
+    def _stop(self, run: _Run, at: int) -> None:
+        """A line has come to the end of its command, or to a border between slices."""
+        ticket = run.ticket
+        assert ticket is not None
+        run.ticket, run.stop_ns = None, _NEVER
+        ticket.dur_ns += at - run.begin_ns
+        ticket.moved_bytes = run.stop_bytes
+        self._changed.append(run)
+        if ticket.dur_ns >= run.total_ns:
+            self._end(ticket, at)
+        else:
+            run.line.push(ticket)
+
+    def _end(self, ticket: Ticket, at: int) -> None:
+        for ready in self._board.end(ticket, at):
+            self._changed.append(self._runs[ready.line])  # type: ignore[index]
+
+    def _start(self, at: int) -> None:
+        """Give free lines their next command, and stop what has been overtaken.
+
+        Moves first: what takes no time has happened before others choose.
+        """
+        changed = self._changed
+        while changed:
+            run = self._moves if self._moves in changed else changed[0]
+            changed.remove(run)
+            if run.ticket is not None:
+                self._reconsider(run, at)
+                continue
+            ticket = run.line.pop()
+            if ticket is not None and self._begin(run, ticket, at):
+                changed.append(run)
+        self._next_ns = min([run.stop_ns for run in self._all])
+
+    def _begin(self, run: _Run, ticket: Ticket, at: int) -> bool:
+        """Run a command or go on with it; True if it took no time."""
+        if not ticket.started:
             ticket.started = True
             ticket.error = ticket.inherited_error()
             if ticket.error is None and self.fault is not None:
                 ticket.error = self.fault(ticket)
-            ticket.dur_ns = self._duration(ticket) if ticket.error is None else 0
-            ticket.done_ns = start + ticket.dur_ns
-            self._free[channel] = ticket.done_ns
-            ticket.after = ()
-
-    def _candidate(self, channel: int, queue: list[Ticket]) -> tuple[int, Ticket] | None:
-        """The command that a channel starts next, and when."""
-        ready = [(r, t) for t in queue if (r := self._ready_ns(t)) is not None]
-        if not ready:
-            return None
-        moment = max(self._free[channel], min(r for r, _ in ready))
-        _, _, ticket = min((t.priority, t.number, t) for r, t in ready if r <= moment)
-        return moment, ticket
-
-    def _duration(self, ticket: Ticket) -> int:
         page = ticket.page
+        total = 0 if ticket.error is not None else self._fixed_ns(run, ticket)
+        if run.line.tier is not None and ticket.error is None:
+            total += int(page.num_bytes / run.bandwidth * 1e9)
+        if total <= ticket.dur_ns:
+            self._end(ticket, at)
+            return True
+        run.ticket, run.begin_ns, run.total_ns = ticket, at, total
+        run.stop_ns, run.stop_bytes = at + total - ticket.dur_ns, page.num_bytes
+        return False
+
+    def _reconsider(self, run: _Run, at: int) -> None:
+        """If something better is ready than what runs, stop that when its slice ends."""
+        ticket = run.ticket
+        assert ticket is not None
+        if run.line.tier is None or not 0 <= run.line.best_key() < key_of(ticket):
+            return
+        fixed = self._fixed_ns(run, ticket)
+        spent = ticket.dur_ns + at - run.begin_ns
+        number = max(int((spent - fixed) * run.bandwidth / 1e9 / self.slice_bytes), 1)
+        while True:
+            end = fixed + int(number * self.slice_bytes / run.bandwidth * 1e9)
+            # A slice that has just begun is not one that has ended.
+            if end >= spent and end > ticket.dur_ns:
+                break
+            number += 1
+        stop = run.begin_ns + end - ticket.dur_ns
+        if stop < run.stop_ns:
+            run.stop_ns, run.stop_bytes = stop, number * self.slice_bytes
+
+    def _fixed_ns(self, run: _Run, ticket: Ticket) -> int:
+        """What a command takes beside its bytes."""
         if ticket.kind == CommandKind.STORE:
-            return self.latency_ns + int(page.num_bytes / self.bandwidth_out * 1e9)
-        moves = self.frame_move_ns * page.num_frames
-        if ticket.kind == CommandKind.LOAD:
-            return self.latency_ns + moves + int(page.num_bytes / self.bandwidth_in * 1e9)
-        return moves
+            return run.latency_ns
+        moves = self.frame_move_ns * ticket.page.num_frames
+        return moves + run.latency_ns if ticket.kind == CommandKind.LOAD else moves

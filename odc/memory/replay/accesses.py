@@ -6,8 +6,8 @@ needed is told by *holds*: page p is pinned from the start of access ``first`` t
 access ``last`` (or to the end of its computation: ``through``). A hold begins with content that
 was there before or creates it, may dirty it, and may be the last before the content dies.
 
-Pins are those of the simulator (``simulate._Simulation``): through a bundle of rows, part by part
-where the optimizer walks, and given back before the computation that follows the bundle.
+Pins are those of the simulator (``simulate._Simulation``): through a bundle of rows and the
+computation behind it, part by part where the optimizer walks.
 """
 
 from __future__ import annotations
@@ -189,7 +189,6 @@ class _Recorder:
     def _visit(self, visit: RecordedVisit) -> None:
         for bundle in visit.bundles:
             self._bundle(bundle)
-            self._advance(bundle.after_ns)
 
     def _bundle(self, bundle: Bundle) -> None:
         group, rows = bundle.group, bundle.rows
@@ -211,6 +210,7 @@ class _Recorder:
                 self._access(self.table.of(group, kind), op)
                 pinned.append(kind)
             at += 1
+        self._advance(bundle.after_ns)  # before the release, as a hook behind a layer
         for kind in pinned:
             self._release(self.table.of(group, kind))
 

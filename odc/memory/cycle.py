@@ -1,0 +1,168 @@
+"""A cycle of passes as events and uses: what rehearsals run.
+
+An *event* is a moment at which pages are needed, with the computation behind it; a *use* is a page
+in use, from an event to another. Between a use and the next of the same page it is *kept* or
+*leaves*; a choice for all uses is what ``schedule.py`` looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from odc.memory.events import Kind
+from odc.memory.orders import Entry, RecordedOrder
+from odc.memory.pages import PageTable
+
+ROUNDS = 2  # of a cycle that are run: the second counts
+Keep = list[bool]  # by use: its page stays until its next use
+
+
+@dataclass(slots=True)
+class Use:
+    """A page in use: from an event to another."""
+
+    page: int
+    end: int
+    created: bool
+    dirties: bool
+    dies: bool
+
+
+@dataclass(slots=True)
+class Event:
+    """A moment at which pages are needed, and the computation behind it."""
+
+    place: tuple[int, int]  # number of the order, place in it
+    uses: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    compute_ns: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of the two lines, ns a byte."""
+
+    load: float
+    store: float
+
+
+class Cycle:
+    """Passes as events and uses: a cycle that goes on for ever, or a run from what is resident.
+
+    Args:
+        table: pages and their sizes.
+        orders: recorded orders of the passes, none of which visits a set.
+        num_frames: capacity.
+        rates: of the lines.
+        resident: what is resident at the beginning of a run; None for a cycle.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        orders: Sequence[RecordedOrder],
+        num_frames: int,
+        rates: Rates,
+        resident: Sequence[int] | None = None,
+    ) -> None:
+        self.table, self.orders = table, orders
+        self.frames = table.frames
+        pinned = {
+            p
+            for group, spec in enumerate(table.groups)
+            if spec.pinned
+            for p in table.of(group, Kind.PARAMETER)
+        }
+        self.num_frames = num_frames - sum(self.frames[p] for p in pinned)
+        self._pinned = pinned
+        self.load_ns = [p.num_bytes * rates.load for p in table.pages]
+        self.store_ns = [p.num_bytes * rates.store for p in table.pages]
+        self.uses: list[Use] = []
+        self.events: list[Event] = []
+        for number, order in enumerate(orders):
+            self._add_order(number, order)
+        self.compute_ns = sum(e.compute_ns for e in self.events)
+        self.num_uses = len(self.uses)  # real ones; behind them stands what is resident
+        self.cyclic = resident is None
+        self.resident = [p for p in resident or () if p not in pinned]
+        self._link()
+        self.rounds = ROUNDS if self.cyclic else 1
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def _add_order(self, number: int, order: RecordedOrder) -> None:
+        ends: dict[int, list[int]] = {}  # place at which uses end
+        for place, entry in enumerate(order.entries):
+            station = order.stations.stations[entry.station]
+            moments = sorted(
+                {entry.at_ns[k] for k in Kind if (entry.kinds | entry.creates) >> k & 1} | {0.0}
+            )
+            opened: dict[int, int] = {}
+            held_ns = min(max(entry.held_ns, moments[-1]), entry.dur_ns)
+            for at_ns, next_ns in zip(moments, [*moments[1:], held_ns], strict=True):
+                event = Event((number, place), compute_ns=max(next_ns - at_ns, 0.0))
+                self._open(event, entry, station.groups[0], at_ns, opened)
+                self.events.append(event)
+            ends.setdefault(place + entry.span, []).extend(opened.values())
+            for use in ends.pop(place, []):
+                self.uses[use].end = len(self.events) - 1
+                event.ends.append(use)
+            rest = max(entry.dur_ns - held_ns, 0.0)
+            self.events.append(Event((number, place), compute_ns=rest))
+        for left in ends.values():  # held to the end of the pass
+            for use in left:
+                self.uses[use].end = len(self.events) - 1
+                self.events[-1].ends.append(use)
+
+    def _open(
+        self, event: Event, entry: Entry, group: int, at_ns: float, opened: dict[int, int]
+    ) -> None:
+        for kind in Kind:
+            bit = 1 << kind
+            if not (entry.kinds | entry.creates) & bit or entry.at_ns[kind] != at_ns:
+                continue
+            for page in self.table.of(group, kind):
+                if page in self._pinned:
+                    continue
+                dirties = bool(entry.writes & bit)
+                created = bool(entry.creates & bit and not self.table.groups[group].compact)
+                if page in opened:
+                    self.uses[opened[page]].dirties |= dirties
+                    continue
+                opened[page] = len(self.uses)
+                event.uses.append(opened[page])
+                dies = bool(entry.drops & bit)
+                self.uses.append(Use(page, 0, created, dirties, dies))
+
+    def _link(self) -> None:
+        by_page: dict[int, list[int]] = {}
+        first_event = {u: e for e, event in enumerate(self.events) for u in event.uses}
+        for number, use in enumerate(self.uses):
+            by_page.setdefault(use.page, []).append(number)
+        count = len(self.uses)
+        self.before, self.next = [-1] * count, [-1] * count
+        self.start = [first_event[u] for u in range(count)]
+        for numbers in by_page.values():
+            for at, number in enumerate(numbers):
+                if at or self.cyclic:
+                    self.before[number] = numbers[at - 1]
+                if at + 1 < len(numbers) or self.cyclic:
+                    self.next[number] = numbers[(at + 1) % len(numbers)]
+        self.around = [u for u in range(count) if 0 <= self.next[u] <= u]
+        for page in self.resident:  # in use until the beginning
+            following = by_page.get(page, [-1])[0]
+            if following >= 0:
+                self.before[following] = len(self.uses)
+            self.uses.append(Use(page, -1, False, bool(self.table.is_dirty[page]), False))
+            self.before.append(-1)
+            self.next.append(following)
+            self.start.append(-1)
+
+    def moment(self, u: int, turn: int, number: int) -> int:
+        """Number of the event, counted through all turns, that uses a page next after a use."""
+        following = self.next[u]
+        if following < 0:
+            return 1 << 40
+        there = self.start[following]
+        return (turn + (there <= number)) * len(self.events) + there
