@@ -1,4 +1,4 @@
-"""A cycle under a schedule, run tick by tick: what ``Cycle.decode`` must agree with.
+"""A cycle under a schedule, run tick by tick: what ``decode`` must agree with.
 
 Programs are passes made by hand; times are whole ticks. Every tick, all that can happen happens:
 lines finish and start transfers, frames that came back go to the first request that waits, the
@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from odc.memory.cycle import Cycle, Rates
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.orders import OrderLibrary, RecordedOrder
 from odc.memory.pages import GroupSpec, PageTable
-from odc.memory.schedule import Cycle, Rates
 from odc.memory.stations import Stations
 
 P, G, M = Kind.PARAMETER, Kind.GRADIENT, Kind.MOMENT

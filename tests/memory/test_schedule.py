@@ -8,10 +8,13 @@ from itertools import product
 
 import pytest
 
+from odc.memory.cycle import Cycle
+from odc.memory.decode import decode
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.pages import GroupSpec, PageTable
-from odc.memory.schedule import Cycle, Schedule
+from odc.memory.rules import Belady
+from odc.memory.schedule import Schedule, search
 from tests.memory.reference_policies import fewest_misses
 from tests.memory.reference_schedule import (
     START,
@@ -45,7 +48,7 @@ def leaves_in(schedule: Schedule) -> set[Leave]:
 def all_decoded(cycle: Cycle) -> Iterator[tuple[float, float]]:
     """Time and loads of every schedule that fits."""
     for keep in product((False, True), repeat=len(cycle.uses)):
-        found = cycle.decode(list(keep))
+        found = decode(cycle, list(keep))
         if found is not None:
             yield found
 
@@ -65,7 +68,7 @@ def test_a_cycle_takes_as_long_as_on_a_machine_that_runs_it_tick_by_tick(
     for share in SHARES:
         keep = [rng.random() < share for _ in cycle.uses]
         expected = run_schedule(program, leaves_of(cycle, keep))
-        assert cycle.decode(keep) == (None if expected is None else expected[:2])
+        assert decode(cycle, keep) == (None if expected is None else expected[:2])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -84,7 +87,7 @@ def test_a_run_from_what_is_resident_takes_as_long_as_tick_by_tick(seed: int) ->
     for share in SHARES:
         keep = [rng.random() < share for _ in cycle.uses]
         expected = run_schedule(program, leaves_of(cycle, keep), here, dirty)
-        assert cycle.decode(keep) == (None if expected is None else expected[:2])
+        assert decode(cycle, keep) == (None if expected is None else expected[:2])
 
 
 def test_the_machine_tells_schedules_apart() -> None:
@@ -94,7 +97,7 @@ def test_the_machine_tells_schedules_apart() -> None:
         program, rng = random_program(seed), random.Random(seed)
         cycle = program.cycle()
         for share in SHARES:
-            found = cycle.decode([rng.random() < share for _ in cycle.uses])
+            found = decode(cycle, [rng.random() < share for _ in cycle.uses])
             seen.add(found and (found[0] > cycle.compute_ns, found[1] > 0))
     assert seen >= {None, (True, True), (False, True), (False, False)}
 
@@ -103,10 +106,10 @@ def test_uses_that_were_waited_for_are_told() -> None:
     program = plain_loop([0, 1, 2], 2, 3)
     cycle = program.cycle()
     waits: list[int] = []
-    assert cycle.decode([False, False, False], waits) is not None
+    assert decode(cycle, [False, False, False], waits) is not None
     pages = [cycle.uses[u].page for u in waits]
     assert pages[-3:] == [0, 1, 2], "a load takes longer than what is computed meanwhile"
-    assert cycle.decode([True] * 3, waits) is None, "three pages in two frames"
+    assert decode(cycle, [True] * 3, waits) is None, "three pages in two frames"
 
 
 # -- the fewest loads ------------------------------------------------------------------------------
@@ -130,12 +133,12 @@ def test_belady_around_the_cycle_needs_the_fewest_loads_of_all_schedules(seed: i
     order = [rng.randrange(num) for _ in range(rng.randint(4, 8))]
     cycle = plain_loop(order, rng.randint(2, num - 1)).cycle()
     fewest = min(loads for _, loads in all_decoded(cycle))
-    keep = cycle.fewest_loads(0)
+    keep = Belady(cycle, 0).run()
     assert keep is not None
-    found = cycle.decode(keep)
+    found = decode(cycle, keep)
     assert found is None or found[1] == fewest
-    spared = [k for n in range(1, 4) if (k := cycle.fewest_loads(n)) is not None]
-    assert found or any(cycle.decode(k) is not None for k in spared), "with a frame to spare"
+    spared = [k for n in range(1, 4) if (k := Belady(cycle, n).run()) is not None]
+    assert found or any(decode(cycle, k) is not None for k in spared), "with a frame to spare"
 
 
 @pytest.mark.parametrize("num", [3, 5, 8, 20])
@@ -146,8 +149,8 @@ def test_there_and_back_belady_s_choice_recurs_and_loads_what_his_does(
     order = [*range(num), *reversed(range(num))]
     frames = max(int(share * num), 2)
     cycle = plain_loop(order, frames).cycle()
-    keep = cycle.fewest_loads(0)
-    found = cycle.decode(keep) if keep is not None else None
+    keep = Belady(cycle, 0).run()
+    found = decode(cycle, keep) if keep is not None else None
     assert found is not None
     a_round = fewest_misses(order * 12, frames) - fewest_misses(order * 11, frames)
     assert found[1] == a_round
@@ -164,7 +167,7 @@ def test_the_search_finds_the_best_of_all_schedules_of_a_tiny_cycle(seed: int) -
         program.passes[0] = program.passes[0][:3]
         cycle = program.cycle()
     best = min(all_decoded(cycle))
-    found = cycle.search()
+    found = search(cycle)
     assert found is not None and len(cycle.uses) <= 12
     assert found.cycle_ns == best[0]
 
@@ -172,15 +175,15 @@ def test_the_search_finds_the_best_of_all_schedules_of_a_tiny_cycle(seed: int) -
 def starts_of(cycle: Cycle) -> list[tuple[float, float]]:
     """Belady's choices with frames set aside, and keeping nothing: those that fit, decoded."""
     largest = max(cycle.frames)
-    keeps = [cycle.fewest_loads(n * largest) for n in range(5)]
+    keeps = [Belady(cycle, n * largest).run() for n in range(5)]
     keeps.append([False] * len(cycle.uses))
-    return [d for keep in keeps if keep is not None and (d := cycle.decode(keep)) is not None]
+    return [d for keep in keeps if keep is not None and (d := decode(cycle, keep)) is not None]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_search_is_never_worse_than_where_it_starts(seed: int) -> None:
     cycle = random_program(seed, 2, num_groups=10, spare=3).cycle()
-    found = cycle.search()
+    found = search(cycle)
     assert found is not None
     assert found.cycle_ns <= min(starts_of(cycle))[0]
     assert found.cycle_ns >= found.compute_ns == cycle.compute_ns
@@ -189,7 +192,7 @@ def test_the_search_is_never_worse_than_where_it_starts(seed: int) -> None:
 def test_the_search_is_better_than_where_it_starts_on_busy_cycles() -> None:
     cycles = [random_program(seed, 2, num_groups=10, spare=3).cycle() for seed in range(12)]
     busy = [c for c in cycles if min(starts_of(c))[0] > 1.02 * c.compute_ns]
-    gains = [min(starts_of(c))[0] / found.cycle_ns for c in busy if (found := c.search())]
+    gains = [min(starts_of(c))[0] / found.cycle_ns for c in busy if (found := search(c))]
     assert len(gains) == len(busy) > 5
     assert min(gains) > 1.0 and sum(gains) / len(gains) > 1.2
 
@@ -198,9 +201,9 @@ def test_a_cycle_that_fits_only_by_keeping_little_is_scheduled_all_the_same() ->
     """None of Belady's choices recurs from round to round here."""
     cycle = random_program(6, 2, num_groups=10, spare=0).cycle()
     largest = max(cycle.frames)
-    keeps = [cycle.fewest_loads(n * largest) for n in range(5)]
-    assert all(keep is None or cycle.decode(keep) is None for keep in keeps)
-    found = cycle.search()
+    keeps = [Belady(cycle, n * largest).run() for n in range(5)]
+    assert all(keep is None or decode(cycle, keep) is None for keep in keeps)
+    found = search(cycle)
     assert found is not None and found.cycle_ns < 0.9 * min(starts_of(cycle))[0]
 
 
@@ -208,7 +211,7 @@ def test_a_cycle_that_fits_only_by_keeping_little_is_scheduled_all_the_same() ->
 def test_a_schedule_that_is_found_fits_and_takes_what_it_says(seed: int) -> None:
     """Followed as the pager is told, by visits, on the machine that runs tick by tick."""
     program = random_program(seed, 2, num_groups=10, spare=3)
-    found = program.cycle().search()
+    found = search(program.cycle())
     assert found is not None
     ran = run_schedule(program, leaves_in(found))
     assert ran is not None, "it would wait for ever"
@@ -218,42 +221,43 @@ def test_a_schedule_that_is_found_fits_and_takes_what_it_says(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_search_repeats_and_its_work_is_bounded(seed: int) -> None:
+def test_a_search_repeats_and_its_work_is_bounded(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cycle = random_program(seed, 2, num_groups=10, spare=3).cycle()
-    assert cycle.search() == cycle.search()
+    assert search(cycle) == search(cycle)
     decoded = 0
-    plain = cycle.decode
 
-    def counted(keep: list[bool], waits: list[int] | None = None) -> tuple[float, float] | None:
+    def counted(*args: object) -> tuple[float, float] | None:
         nonlocal decoded
         decoded += 2 * len(cycle.uses)
-        return plain(keep, waits)
+        return decode(*args)  # type: ignore[arg-type]
 
-    cycle.decode = counted  # type: ignore[method-assign]
-    cycle.search(work=2_000)
+    monkeypatch.setattr("odc.memory.schedule.decode", counted)
+    search(cycle, work=2_000)
     assert decoded <= 2_000 + 8 * 2 * len(cycle.uses), "the starts, and then so much"
 
 
 def test_the_last_schedule_is_kept_while_it_is_nearly_as_good() -> None:
     """Another one would cost loads until residency fits it."""
     program = plain_loop([*range(12), *reversed(range(12))], 6, 3)
-    last = program.cycle().search()
+    last = search(program.cycle())
     assert last is not None and last.cycle_ns > last.compute_ns
     program.passes[0][5].ticks += 1
-    assert program.cycle().search(last) is last
+    assert search(program.cycle(), last) is last
     program.frames += 4
-    other = program.cycle().search(last)
+    other = search(program.cycle(), last)
     assert other is not None and other.cycle_ns < 0.9 * last.cycle_ns
 
 
 def test_nothing_is_scheduled_that_cannot_fit() -> None:
-    assert plain_loop([0, 1, 2], 0).cycle().search() is None
+    assert search(plain_loop([0, 1, 2], 0).cycle()) is None
 
 
 def test_a_loop_that_the_plain_rule_runs_faster_gets_no_schedule() -> None:
     """A schedule repeats in every round; in a plain loop it pays to change what stays."""
     slow = plain_loop(list(range(24)), 6, 2)
-    assert slow.cycle().search() is None
+    assert search(slow.cycle()) is None
     idle = plain_loop(list(range(24)), 18, 1)
-    found = idle.cycle().search()
+    found = search(idle.cycle())
     assert found is not None and found.cycle_ns == found.compute_ns
