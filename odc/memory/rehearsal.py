@@ -60,7 +60,7 @@ class Rehearsal:
             tuple((ctx, o.compiled) for ctx, o in zip(turned, orders, strict=True)),
             transfers.num_frames,
         )
-        self._follow(self._schedule(key, orders, rates), orders, contexts)
+        self._follow(self._schedule(key, orders, rates), orders, -first % len(contexts))
 
     def _follow_run(self, transfers: Transfers, rates: Rates | None) -> None:
         """A pass that is no part of a cycle: a schedule for it alone, from what is resident.
@@ -87,7 +87,7 @@ class Rehearsal:
         self,
         schedule: Schedule | None,
         orders: Sequence[RecordedOrder],
-        contexts: Sequence[int],
+        turn: int,
     ) -> None:
         if schedule is None:
             self._followed = None
@@ -95,9 +95,7 @@ class Rehearsal:
             return
         if schedule is not self._followed:
             self._followed = schedule
-            turned = [orders[n % len(orders)] for n in range(len(contexts))]
-            now = self.library.order
-            self._turn = next(n for n, order in enumerate(turned) if order is now)
+            self._turn = turn
         else:
             self._turn += 1
         length = len(schedule.leaves)
@@ -146,6 +144,8 @@ class Rehearsal:
             return known[1]
         contexts = tuple(ctx for ctx, _ in key[0])
         last = self._last.get((contexts, key[1]))
+        if last is not None and not _is_of(last, orders):
+            last = None
         cycle = Cycle(self.library.stations.table, orders, key[1], rates)
         if self._pool is None:
             self._keep(key, rates, search(cycle, last))
@@ -171,6 +171,14 @@ class Rehearsal:
         """Stop searching."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _is_of(schedule: Schedule, orders: Sequence[RecordedOrder]) -> bool:
+    """Whether a schedule's places are those of the orders as they are now."""
+    return all(
+        len(places) == len(orders[number % len(orders)].entries)
+        for number, places in enumerate(schedule.leaves)
+    )
 
 
 def _are_close(a: Rates, b: Rates) -> bool:
