@@ -115,16 +115,16 @@ class Rehearsal:
         chain = (library.ctx, *library.chain)
         for length in range(1, _LONGEST + 1):
             cycle = chain[:length]
-            near = length == 1 or len(chain) >= 2 * length  # one pass ahead is enough to be alone
-            seen = chain[: 2 if length == 1 else len(chain)]
-            if near and all(ctx == chain[at % length] for at, ctx in enumerate(seen)):
-                break
-        else:
-            return ()
-        before = tuple(library.past[-1 - length : -1])
-        if before != cycle or any(not self._is_certain(ctx) for ctx in cycle):
-            return ()
-        return cycle
+            recurs = all(ctx == chain[at % length] for at, ctx in enumerate(chain))
+            if recurs and len(chain) >= 2 * length and self._has_run(cycle):
+                return cycle
+        alone = chain[:1]  # for as long as the next pass is the same again
+        return alone if chain[:2] == alone * 2 and self._has_run(alone) else ()
+
+    def _has_run(self, cycle: tuple[int, ...]) -> bool:
+        """Whether the passes just before were those of a cycle, and can be rehearsed."""
+        before = tuple(self.library.past[-1 - len(cycle) : -1])
+        return before == cycle and all(self._is_certain(ctx) for ctx in cycle)
 
     def _is_certain(self, ctx: int) -> bool:
         order = self.library.orders.get(ctx)
