@@ -272,6 +272,8 @@ class MemoryManager(Pager):
     def close(self) -> None:
         """Stop the engine and close the home. The model's parameters are gone with it."""
         if self.pool is not None:
+            if self._rehearsal is not None:
+                self._rehearsal.close()
             self.transfers.engine.close()  # type: ignore[attr-defined]
             assert self.home is not None
             self.home.close()
