@@ -135,3 +135,32 @@ def updated_in_step(workload: Workload, members: int) -> Workload:
             bundles = [Bundle(g, [(G, Op.READ, 0), *_update(g)[2:]]) for g in groups]
             visits.append(RecordedVisit(step, 0, Phase.OPTIMIZER, 0, 64, bundles))
     return Workload(workload.pages, visits, workload.sets)
+
+
+def in_turn(pattern: str, num_layers: int = 8, compute_ns: int = COMPUTE_NS) -> Workload:
+    """A pass a letter, each a step of its own; layers of one frame.
+
+    T trains (context 0), A and B go forward and backward through frozen weights (0 and 2, as
+    micro-steps do), E and R only forward: E through the same layers (1), R through others (3).
+    """
+    rows = [
+        row
+        for g in range(num_layers)
+        for row in ((g, P, 0, -1, -1), (g, G, 0, -1, -1), (g, M, 0, -1, -1), (g, M, 1, -1, -1))
+    ]
+    rows += [(g, P, 0, -1, -1) for g in range(num_layers, 2 * num_layers)]
+    visits: list[RecordedVisit] = []
+    for step, letter in enumerate(pattern):
+        ctx, first = {"T": 0, "A": 0, "B": 2, "E": 1, "R": 3}[letter], len(visits)
+        groups = range(num_layers, 2 * num_layers) if letter == "R" else range(num_layers)
+        phase = Phase.FORWARD if letter in "TAB" else Phase.EVALUATION
+        for g in groups:
+            bundle = Bundle(g, [(P, Op.READ, 0)], compute_ns)
+            visits.append(RecordedVisit(step, 0, phase, ctx, 1, [bundle]))
+        for g in reversed(groups) if letter in "TAB" else ():
+            bundle = Bundle(g, [(P, Op.READ, 0)], compute_ns)
+            if letter == "T":
+                bundle = Bundle(g, _update(g))
+            visits.append(RecordedVisit(step, 0, Phase.BACKWARD, ctx, 1, [bundle]))
+        visits[first].begins_pass = True
+    return Workload(page_columns(rows), visits, [])
