@@ -20,7 +20,7 @@ from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
 from odc.memory.home import Home
-from odc.memory.home_plan import HomeOptions, make_home, plan_home
+from odc.memory.home_plan import HomeOptions, HomePlan, make_home, plan_home
 from odc.memory.ledger import Ledger
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageTable
@@ -179,11 +179,12 @@ class MemoryManager(Pager):
         )
         if frames < min(least, all_frames):
             self._refuse(frames, least, owner)
+        plan = self._plan_home(frames * FRAME_BYTES, gradients_come_home)
         # Before anything that has to be given back: a prefetcher may refuse this model.
         library = OrderLibrary(Stations(table, sets))
-        weight = np.ones(len(table.pages))
+        weight = plan.load_cost()
         prefetcher = None if self.unlimited else self._prefetch(library, weight, self._limits)
-        self.home = self._make_home(frames * FRAME_BYTES, gradients_come_home)
+        self.home = make_home(table, self._home_options, plan)
         self.pool = make_pool(frames)
         engine = ThreadEngine(self.pool, self.home, self._link_bandwidth)
         transfers = Transfers(table, engine, frames, self.home.tiers[0], self._policy)
@@ -192,8 +193,8 @@ class MemoryManager(Pager):
         self._least_frames = least
         self.hold_pinned()
 
-    def _make_home(self, frame_bytes: int, gradients_come_home: bool) -> Home:
-        """Plan the home, compare it with the machine, and make it."""
+    def _plan_home(self, frame_bytes: int, gradients_come_home: bool) -> HomePlan:
+        """Divide pages among the tiers of the home, and compare that with the machine."""
         options, total = self._home_options, self.ledger.total_bytes or 0
         machine = options.machine()
         plan = plan_home(
@@ -206,7 +207,7 @@ class MemoryManager(Pager):
         )
         for warning in check(machine, plan.needs, self.option_prefix):
             warnings.warn(warning, stacklevel=4)
-        return make_home(self.table, options, plan)
+        return plan
 
     def _refuse(self, frames: int, least: int, owner: int) -> None:
         name = self.table.groups[owner].name
