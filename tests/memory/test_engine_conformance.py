@@ -311,6 +311,7 @@ def test_a_wait_that_takes_too_long_shows_the_queues() -> None:
     h.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_is_gone_is_named_instead_of_waited_for_in_silence() -> None:
     h = ThreadHarness(timeout_s=0.2)
 
