@@ -259,6 +259,11 @@ class Pager:
                 self.counters.peak_page_bytes,
             )
 
+    def stop_rehearsing(self) -> None:
+        """No schedule is looked for any more."""
+        if self._rehearsal is not None:
+            self._rehearsal.close()
+
     def set_sink(self, sink: Sink | None) -> None:
         """Trace to ``sink`` from now on; None stops."""
         self.sink = sink
@@ -405,7 +410,7 @@ class Pager:
                     self._seq,
                     page,
                     Act.STALL,
-                    self.transfers.home_tier,
+                    self.transfers.tier_of(page),
                     Tier.DEVICE,
                     0,
                     0,
