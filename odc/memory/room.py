@@ -97,7 +97,7 @@ class Room:
         if prefetcher is not None:
             time = prefetcher.until[page] = prefetcher.next_use(page)
             if self._planned:
-                leaves = prefetcher.scheduled and LEAVES_NS < time < UNKNOWN_NS / 8
+                leaves = prefetcher.scheduled and time > LEAVES_NS
                 if leaves and not self._has_strangers():
                     self.evict((page,))  # at once: nothing is won by waiting
                 else:
