@@ -99,6 +99,9 @@ class Pager:
         self.tokens = tokens
         self._visit = None
         self._remaining = []
+        if not self.library.as_expected:  # loads ahead were for another pass
+            while self.transfers.cancel_one_prefetch():
+                pass
         if self._rehearsal is not None:
             self._rehearsal.begin_pass(self.transfers)
         if self._ahead is not None:
