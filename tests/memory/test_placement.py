@@ -15,12 +15,14 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.home_plan import HomeOptions, plan_home
 from odc.memory.machine import Machine
 from odc.memory.manager import popularity
+from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager
 from odc.memory.pages import GroupSpec, PageTable
 from odc.memory.placement import choose_host_pages, traffic_of
 from odc.memory.plan import Limits
-from odc.memory.replay.simulate import _Simulation
-from odc.memory.stations import OrderLibrary, Stations
+from odc.memory.replay.drive import Drive
+from odc.memory.replay.simulate import Clock
+from odc.memory.stations import Stations
 from odc.memory.transfers import Transfers
 from odc.memory.victims import CostAware
 from tests.memory.workloads import dense
@@ -154,9 +156,11 @@ def stall_ns(on_host: np.ndarray, cost: float = 1.0) -> int:
     engine = VirtualEngine(1.0, tier_of=tiers.__getitem__, speeds=speeds)
     transfers = Transfers(table, engine, int(table.num_frames.sum()) * 3 // 10, Tier.HOST)
     library = OrderLibrary(Stations(table, workload.sets))
-    prefetcher = popularity(library, np.where(on_host, 1.0, cost), Limits())
+    table.load_weight = np.where(on_host, 1.0, cost).tolist()
+    prefetcher = popularity(library, Limits())
     pager = Pager(table, library, transfers, CostAware(), prefetcher)
-    return sum(_Simulation(workload, pager, engine).run().after(3).stall_ns)
+    drive = Drive(workload, pager, Clock(engine), engine.now_ns)
+    return sum(drive.run().after(3).stall_ns)
 
 
 def test_spreading_disk_pages_hides_more_than_one_run_of_them() -> None:
