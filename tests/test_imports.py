@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "odc.errors": (),
     "odc.sizes": ("odc.errors",),
     "odc.memory": ("numpy", "odc.errors", "odc.sizes"),
+    "odc.memory.replay.lp": ("numpy", "scipy", "odc.memory", "odc.errors"),
     "odc.memory.engines.cuda": ("torch", "odc.errors", "odc.sizes"),
     "odc.sharding": ("numpy", "odc.errors", "odc.sizes"),
     "odc.fsdp": ("torch", "odc.memory", "odc.sharding", "odc.errors", "odc.sizes"),

@@ -87,7 +87,7 @@ class Lookahead:
         """Load ahead and write back early, as far as the plan and the lines allow."""
         stores = self.tuning.early_stores - len(self.transfers.storing)
         scarce = self._load_ahead()
-        if self.tuning.early_write_back and stores > 0 and scarce:
+        if stores > 0 and scarce and self.tuning.early_write_back:
             self._clean(stores)
 
     def _line_is_fed(self) -> bool:
@@ -150,6 +150,8 @@ class Lookahead:
         victims: Iterable[int] = self.room.queue.first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
         if self.room.scheduled:
+            if not self.room.lingering:
+                return
             until = self.prefetcher.until
             victims = takewhile(lambda page: until[page] > LEAVES_NS, victims)
             frames = transfers.num_frames
@@ -157,3 +159,4 @@ class Lookahead:
             chosen = choose_write_backs(self.table, victims, transfers.storing, frames, stores)
             for page in chosen:
                 transfers.store(page, early=True)
+            self.room.lingering = bool(chosen)

@@ -76,7 +76,11 @@ class Cycle:
         }
         self.num_frames = num_frames - sum(self.frames[p] for p in pinned)
         self._pinned = pinned
-        self.load_ns = [p.num_bytes * rates.load for p in table.pages]
+        mean = sum(table.load_weight) / max(len(table.load_weight), 1) or 1.0
+        self.load_ns = [
+            p.num_bytes * rates.load * weight / mean
+            for p, weight in zip(table.pages, table.load_weight, strict=True)
+        ]
         self.store_ns = [p.num_bytes * rates.store for p in table.pages]
         self.uses: list[Use] = []
         self.events: list[Event] = []

@@ -20,6 +20,10 @@ from odc.memory.placement import choose_host_pages, traffic_of
 from odc.memory.preflight import Needs, host_mem_that_fits
 
 HOMES = ("host", "disk", "host+disk")
+# Of a byte from disk, in bytes from host memory. On the virtual clock (24 layers, 30 % resident,
+# half of the state on a disk of a quarter of host memory's speed) a step takes 1342, 1204, 1101 ms
+# at a cost of 1, 2, 4; compute alone takes 1080.
+DISK_COST = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,12 @@ class HomePlan:
     spare: np.ndarray
     needs: Needs
 
+    def load_cost(self) -> np.ndarray:
+        """(num_pages,) what loading a byte costs, relative: what lives on disk stays longer."""
+        if self.on_host.all() or not self.on_host.any():
+            return np.ones(len(self.on_host))
+        return np.where(self.on_host, 1.0, DISK_COST)
+
 
 def plan_home(
     table: PageTable,
@@ -110,7 +120,7 @@ def plan_home(
         host_bytes=size(on_host & ~spare),
         spare_bytes=size(on_host & spare),
         disk_bytes=size(~on_host),
-        rest_bytes=rest_bytes,
+        rest_bytes=rest_bytes + (size(on_host & spare) if gradients_come_home else 0),
     )
     return HomePlan(on_host, spare, needs)
 

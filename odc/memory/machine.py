@@ -212,7 +212,7 @@ def _reclaimable(folder: Path, name: str) -> int:
 def look_at(folder: Path, root: Path = _ROOT) -> Folder:
     """Space, file system and direct I/O of a folder, or of the one that it would be made in."""
     there = folder.absolute()
-    while not there.exists() and there != there.parent:
+    while not os.path.exists(there) and there != there.parent:  # also where it may not be asked
         there = there.parent
     free = os.statvfs(there)
     return Folder(

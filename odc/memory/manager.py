@@ -18,7 +18,7 @@ from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
 from odc.memory.home import Home
-from odc.memory.home_plan import HomeOptions, make_home, plan_home
+from odc.memory.home_plan import HomeOptions, HomePlan, make_home, plan_home
 from odc.memory.ledger import Ledger
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
@@ -100,7 +100,7 @@ class MemoryManager(Pager):
         self._eviction = eviction or CostAware()
         self._prefetch = prefetch
         self._policy = policy
-        self._tuning = tuning or Tuning(max_items=max_items)
+        self._tuning = tuning or Tuning(max_items=max_items, rehearse="aside")
         self.table = PageTable(max(parse_size(page_size) // FRAME_BYTES, 1) * FRAME_BYTES)
         self._ranges: list[AddressRange] = []  # kept as long as frames may be mapped into them
         self.pool: FramePool | None = None
@@ -176,10 +176,12 @@ class MemoryManager(Pager):
         )
         if frames < min(least, all_frames):
             self._refuse(frames, least, owner)
+        plan = self._plan_home(frames * FRAME_BYTES, gradients_come_home)
         # Before anything that has to be given back: a prefetcher may refuse this model.
         library = OrderLibrary(Stations(table, sets))
+        table.load_weight = plan.load_cost().tolist()
         prefetcher = None if self.unlimited else self._prefetch(library, self._limits)
-        self.home = self._make_home(frames * FRAME_BYTES, gradients_come_home)
+        self.home = make_home(table, self._home_options, plan)
         self.pool = make_pool(frames)
         engine = ThreadEngine(self.pool, self.home, self._link_bandwidth)
         transfers = Transfers(table, engine, frames, self.home.tiers[0], self._policy)
@@ -188,8 +190,8 @@ class MemoryManager(Pager):
         self._least_frames = least
         self.hold_pinned()
 
-    def _make_home(self, frame_bytes: int, gradients_come_home: bool) -> Home:
-        """Plan the home, compare it with the machine, and make it."""
+    def _plan_home(self, frame_bytes: int, gradients_come_home: bool) -> HomePlan:
+        """Divide pages among the tiers of the home, and compare that with the machine."""
         options, total = self._home_options, self.ledger.total_bytes or 0
         machine = options.machine()
         plan = plan_home(
@@ -202,7 +204,7 @@ class MemoryManager(Pager):
         )
         for warning in check(machine, plan.needs, self.option_prefix):
             warnings.warn(warning, stacklevel=4)
-        return make_home(self.table, options, plan)
+        return plan
 
     def _refuse(self, frames: int, least: int, owner: int) -> None:
         name = self.table.groups[owner].name
@@ -272,8 +274,7 @@ class MemoryManager(Pager):
     def close(self) -> None:
         """Stop the engine and close the home. The model's parameters are gone with it."""
         if self.pool is not None:
-            if self._rehearsal is not None:
-                self._rehearsal.close()
+            self.stop_rehearsing()
             self.transfers.engine.close()  # type: ignore[attr-defined]
             assert self.home is not None
             self.home.close()

@@ -128,6 +128,7 @@ class RecordedOrder:
         self.writes = False
         self.longest_ns = 0.0
         self._chances: list[float] = []
+        self._fresh: list[int] = []
         self.lasting_fresh: list[int] = [0]
         self.dying_fresh: list[int] = [0]
         self.most_dying = 0
@@ -267,23 +268,22 @@ class RecordedOrder:
     def _sum_fresh(self) -> None:
         """Running sums of the frames that entries make fresh."""
         self.lasting_fresh, self.dying_fresh, self.most_dying = [0], [0], 0
-        for place, entry in enumerate(self.entries):
-            frames = self.frames_to_create(place)
+        self._fresh = [self._frames_of(entry) for entry in self.entries]
+        for frames, entry in zip(self._fresh, self.entries, strict=True):
             dies = bool(frames and entry.dies)
             self.lasting_fresh.append(self.lasting_fresh[-1] + (0 if dies else frames))
             self.dying_fresh.append(self.dying_fresh[-1] + dies)
             self.most_dying = max(self.most_dying, frames if dies else 0)
 
-    def frames_to_create(self, place: int) -> int:
-        """Frames of what an entry makes fresh; of a set, of one member at a time."""
-        if not 0 <= place < len(self.entries):
-            return 0
-        entry = self.entries[place]
+    def _frames_of(self, entry: Entry) -> int:
         if not entry.creates:
             return 0
-        stations = self.stations
-        pages = stations.member_pages(entry.station, entry.creates)
-        return sum(stations.table.frames[page] for page in pages)
+        pages = self.stations.member_pages(entry.station, entry.creates)
+        return sum(self.stations.table.frames[page] for page in pages)
+
+    def frames_to_create(self, place: int) -> int:
+        """Frames of what an entry makes fresh; of a set, of one member at a time."""
+        return self._fresh[place] if 0 <= place < len(self._fresh) else 0
 
     def is_at(self, place: int, key: int) -> bool:
         return 0 <= place < len(self._keys) and self._keys[place] == key

@@ -99,6 +99,9 @@ class Pager:
         self.tokens = tokens
         self._visit = None
         self._remaining = []
+        if not self.library.as_expected:  # loads ahead were for another pass
+            while self.transfers.cancel_one_prefetch():
+                pass
         if self._rehearsal is not None:
             self._rehearsal.begin_pass(self.transfers)
         if self._ahead is not None:
@@ -259,6 +262,11 @@ class Pager:
                 self.counters.peak_page_bytes,
             )
 
+    def stop_rehearsing(self) -> None:
+        """No schedule is looked for any more."""
+        if self._rehearsal is not None:
+            self._rehearsal.close()
+
     def set_sink(self, sink: Sink | None) -> None:
         """Trace to ``sink`` from now on; None stops."""
         self.sink = sink
@@ -405,7 +413,7 @@ class Pager:
                     self._seq,
                     page,
                     Act.STALL,
-                    self.transfers.home_tier,
+                    self.transfers.tier_of(page),
                     Tier.DEVICE,
                     0,
                     0,

@@ -96,6 +96,7 @@ class PageTable:
     is_evictable: bytearray = field(default_factory=bytearray)
     is_absent: bytearray = field(default_factory=bytearray)
     is_dirty: bytearray = field(default_factory=bytearray)
+    load_weight: list[float] = field(default_factory=list)  # cost of a load per byte, relative
     left: list[int] = field(
         default_factory=list
     )  # on their way out, or not loaded; a plan clears it
@@ -201,6 +202,7 @@ class PageTable:
         self.state = [PageState.HOME] * n
         self.pins = [0] * n
         self.frames = [p.num_frames for p in self.pages]
+        self.load_weight = [1.0] * n
         self.num_frames = np.array(self.frames, np.int32)
         self.is_evictable, self.is_dirty = bytearray(n), bytearray(n)
         self.is_absent = bytearray(b"\1" * n)

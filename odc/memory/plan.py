@@ -115,6 +115,7 @@ class OrderPrefetcher:
         self.version = 0
         self.scheduled = False
         self.utilization = 0.0
+        self._hinted: dict[int, float] = {}  # station -> P(visited in this pass)
         self._given_up: set[int] = set()  # entries of this pass that cannot come any more
         self._reach: list[float] = []  # chances of the next entries, where they are uncertain
         self._leaves: list[list[frozenset[int]]] = []  # of this pass, then of those before it
@@ -194,6 +195,10 @@ class OrderPrefetcher:
         library = self.library
         if not library.expects(order, place):
             return 0.0
+        if self._hinted:
+            hinted = self._hinted.get(order.entries[place].station)
+            if hinted is not None:
+                return hinted
         mirror = order.mirror[place]
         if 0 <= mirror <= library.position:
             return 1.0
@@ -210,7 +215,12 @@ class OrderPrefetcher:
         if self.sets.holds[page]:
             return float(self.sets.later[page])
         time = self._time_of(page, order)
-        return time + LEAVES_NS if self.scheduled and self._has_to_leave(page, order) else time
+        if self.scheduled:
+            return time + LEAVES_NS if self._has_to_leave(page, order) else time
+        weight = self.table.load_weight[page]
+        if weight != 1.0:  # what is dear to load goes later
+            time = library.now_ns + (time - library.now_ns) / weight
+        return time
 
     def _time_of(self, page: int, order: RecordedOrder) -> float:
         """When a page outside sets is used next."""
@@ -219,7 +229,10 @@ class OrderPrefetcher:
         after = library.end_ns + self._after[page]
         if not uses:
             return after
-        for at in range(bisect_right(uses, library.position), len(uses)):
+        first = bisect_right(uses, library.position)
+        if order.is_certain and not self._hinted:
+            return library.base_ns + order.start_ns[uses[first]] if first < len(uses) else after
+        for at in range(first, len(uses)):
             place = uses[at]
             chance = self._chance(order, place)
             if chance < _NEVER:
@@ -265,11 +278,23 @@ class OrderPrefetcher:
         self.scheduled = schedule is not None
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
-        """Hold the scores of set members until their set is visited; other groups are certain."""
-        changed = self.sets.hint(groups, scores)
-        self._begin_pass_if_new()
-        if self.library.order is not None and self._orders:
-            self._rekey_sets(changed)
+        """Hold the scores: of set members until their set is visited, of other groups in this pass.
+
+        A layer that will be dropped has the score 0: told when its mask is drawn, it costs
+        nothing.
+        """
+        sets = self.sets.hint(groups, scores)
+        order = self.library.order
+        for group, score in zip(groups, scores, strict=True):
+            station = self.stations.of_group[group]
+            if self.stations.stations[station].set_index < 0:
+                self._hinted[station] = min(max(float(score), 0.0), 1.0)
+        if order is None or not self._orders:
+            return
+        if self._hinted:
+            self._rekey_all()
+            self._cursor = max(self.library.position, 0)
+        self._rekey_sets(sets)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -281,6 +306,7 @@ class OrderPrefetcher:
         library = self.library
         self._pass, self._phase, self._position = library.passes, -1, -1
         self._given_up.clear()
+        self._hinted.clear()
         self._reach = []
         passed = len(self._orders[0].entries) if self._orders else 0
         before, self._chain = self._chain, library.chain
@@ -357,7 +383,7 @@ class OrderPrefetcher:
         ahead = [
             place
             for place in range(library.position + 1, len(order.entries))
-            if library.expects(order, place)
+            if self._chance(order, place) >= _NEVER
         ]
         self._note_uses(times, order, ahead, library.base_ns, library.now_ns)
         if library.position >= 0:

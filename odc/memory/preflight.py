@@ -31,7 +31,8 @@ class Needs:
         spare_bytes: gradients at home in host memory: addresses at once, memory only if they ever
             have to go there.
         disk_bytes: pages at home on disk.
-        rest_bytes: what else the device is to hold (``total_mem`` without pages).
+        rest_bytes: memory that will be taken later: gradients that come home, what else the device
+            is to hold (``total_mem`` without pages).
         locked_bytes: host memory that must be page-locked.
     """
 
@@ -182,7 +183,7 @@ def _memory_warnings(machine: Machine, needs: Needs, prefix: str) -> Iterator[st
             f"{format_bytes(free)} of memory are free: pages will be swapped, which is slow; "
             f"{_what_fits(machine, needs, prefix)}"
         )
-    elif need + needs.rest_bytes + needs.spare_bytes > free - MIN_MARGIN_BYTES // 2:
+    elif need + needs.rest_bytes > free - MIN_MARGIN_BYTES // 2:
         left = format_bytes(free - need)
         yield (
             f"{prefix}home {needs.home}: pages leave {left} of this machine's free memory to "

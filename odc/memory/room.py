@@ -35,6 +35,7 @@ class Room:
     Attributes:
         queue: evictable pages in order.
         time: virtual time: accesses so far.
+        lingering: pages that a schedule lets go may still be here, dirty.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Room:
         self.policy = policy
         self.prefetcher = prefetcher
         self.time = 0
+        self.lingering = True
         self._planned = prefetcher is not None and policy.planned
         self._scores = np.zeros(len(table.pages))
         if prefetcher is not None and self._planned:
@@ -73,6 +75,7 @@ class Room:
         elif prefetcher.version != self._version:
             self._version = prefetcher.version
             if self._planned:
+                self.lingering = True
                 self.queue.invalidate()
 
     def _note_arrivals(self, used: int = -1) -> None:
@@ -94,10 +97,11 @@ class Room:
         if prefetcher is not None:
             time = prefetcher.until[page] = prefetcher.next_use(page)
             if self._planned:
-                leaves = prefetcher.scheduled and LEAVES_NS < time < UNKNOWN_NS / 8
+                leaves = prefetcher.scheduled and time > LEAVES_NS
                 if leaves and not self._has_strangers():
                     self.evict((page,))  # at once: nothing is won by waiting
                 else:
+                    self.lingering = self.lingering or leaves
                     self.queue.push(page, time)
                 return
         score = self._scores[page] = self.policy.score(page, self.time)

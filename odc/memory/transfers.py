@@ -291,7 +291,7 @@ class Transfers:
         self.table.set_state(page, PageState.RESIDENT)
         self.table.is_evictable[page] = self.table.pins[page] == 0
         self.num_resident += 1
-        self._record(None, -1, page, Act.CANCEL, Tier.DEVICE, self.home_tier, 0)
+        self._record(None, -1, page, Act.CANCEL, Tier.DEVICE, self.tier_of(page), 0)
         return True
 
     def drop(self, page: int) -> None:

@@ -48,14 +48,17 @@ class Finding:
 
 
 def ok(subject: str, what: str, why: str = "", how: str = "") -> Finding:
+    """Nothing to change."""
     return Finding(Level.OK, subject, what, why, how)
 
 
 def advice(subject: str, what: str, why: str, how: str) -> Finding:
+    """Training works without it."""
     return Finding(Level.ADVICE, subject, what, why, how)
 
 
 def problem(subject: str, what: str, why: str, how: str) -> Finding:
+    """Training does not work."""
     return Finding(Level.PROBLEM, subject, what, why, how)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from odc.train.findings import Finding, advice, ok, read
+from odc.train.findings import Finding, advice, ok
 
 _LEAST_QUEUE = 256
 _NCCL = {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2"}
@@ -94,8 +94,3 @@ def read_rings(cards: list[str]) -> dict[str, Rings]:
                 continue
             found[card] = Rings(rx=told[5], tx=told[8], rx_max=told[1], tx_max=told[4])
     return found
-
-
-def cards_up(root: Path, cards: list[str]) -> list[str]:
-    """Those that are connected."""
-    return [c for c in cards if read(root / "sys/class/net" / c / "operstate") == "up"]

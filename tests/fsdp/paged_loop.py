@@ -150,9 +150,7 @@ class PagedRun:
             lr=LR,
         )
         self.watch = Watch()
-        memory.transfers.drain()  # what building has moved is not the loop's
-        while not memory.transfers.engine.is_idle():
-            time.sleep(0.001)
+        settle(memory)  # what building has moved is not the loop's
         memory.set_sink(self.watch)
         self._home, self._built = memory.home, {}
         self._built = self.moved()
@@ -210,7 +208,15 @@ class PagedRun:
         return spec.pinned or self.paging.budget is None
 
     def close(self) -> None:
+        settle(self.model.memory)
         self.model.close()
+
+
+def settle(memory: MemoryManager) -> None:
+    """Wait until nothing moves any more, and take note of it."""
+    memory.transfers.drain()
+    while not memory.transfers.engine.is_idle():
+        time.sleep(0.001)
 
 
 def smallest_budget(model: nn.Module, page_size: int = 256 * MIB) -> int:

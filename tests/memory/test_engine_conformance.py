@@ -311,6 +311,20 @@ def test_a_wait_that_takes_too_long_shows_the_queues() -> None:
     h.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_is_gone_is_named_instead_of_waited_for_in_silence() -> None:
+    h = ThreadHarness(timeout_s=0.2)
+
+    def end_the_thread(*args: object) -> None:
+        raise SystemExit
+
+    h.engine._note = end_the_thread  # type: ignore[method-assign]
+    ticket = h.engine.submit(LOAD, h.pages[1])
+    with pytest.raises(OdcError, match=r"LOAD not done \(after 0.2 s\)[^$]*ended: odc-in\n"):
+        h.engine.wait(ticket)
+    h.close()
+
+
 def test_a_command_that_can_never_run_shows_the_queues() -> None:
     h = VirtualHarness()
     stranger = Ticket(LOAD, h.pages[9], Priority.NORMAL, 0, 0)

@@ -7,12 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import odc.memory.home_plan as home_plan
+from odc.memory.engines.base import TierSpeed
+from odc.memory.engines.virtual import VirtualEngine
 from odc.memory.events import Kind, Tier
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.home_plan import HomeOptions, plan_home
 from odc.memory.machine import Machine
+from odc.memory.manager import popularity
+from odc.memory.orders import OrderLibrary
+from odc.memory.pager import Pager
 from odc.memory.pages import GroupSpec, PageTable
 from odc.memory.placement import choose_host_pages, traffic_of
+from odc.memory.plan import Limits
+from odc.memory.replay.drive import Drive
+from odc.memory.replay.simulate import Clock
+from odc.memory.stations import Stations
+from odc.memory.transfers import Transfers
+from odc.memory.victims import CostAware
+from tests.memory.workloads import dense
 
 GIB = 1 << 30
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=40)
@@ -119,3 +132,44 @@ def test_without_host_mem_what_is_free_is_used_and_a_margin_is_left() -> None:
 def test_homes_of_one_tier_are_planned_as_such(kind: str, tier: Tier) -> None:
     made = plan_home(model(), HomeOptions(kind), Machine(GIB, GIB), frame_bytes=0)
     assert made.on_host.all() if tier == Tier.HOST else not made.on_host.any()
+
+
+def test_pages_on_disk_are_worth_more_where_others_are_in_host_memory() -> None:
+    _, made = plan(50 * FRAME_BYTES)
+    cost = made.load_cost()
+    assert (cost[~made.on_host] == home_plan.DISK_COST).all() and (cost[made.on_host] == 1).all()
+    for kind in ("host", "disk"):
+        alone = plan_home(model(), HomeOptions(kind), Machine(GIB, GIB), frame_bytes=0)
+        assert (alone.load_cost() == 1).all()
+
+
+def stall_ns(on_host: np.ndarray, cost: float = 1.0) -> int:
+    """Waiting of a dense model whose disk has a quarter of the speed of host memory."""
+    workload = dense(24, 8)
+    table = workload.table()
+    tiers = [Tier.HOST if there else Tier.DISK for there in on_host]
+    rate = FRAME_BYTES * 50.0
+    speeds = {
+        Tier.HOST: TierSpeed(2 * rate, 2 * rate, 50_000),
+        Tier.DISK: TierSpeed(rate / 2, rate / 2, 100_000),
+    }
+    engine = VirtualEngine(1.0, tier_of=tiers.__getitem__, speeds=speeds)
+    transfers = Transfers(table, engine, int(table.num_frames.sum()) * 3 // 10, Tier.HOST)
+    library = OrderLibrary(Stations(table, workload.sets))
+    table.load_weight = np.where(on_host, 1.0, cost).tolist()
+    prefetcher = popularity(library, Limits())
+    pager = Pager(table, library, transfers, CostAware(), prefetcher)
+    drive = Drive(workload, pager, Clock(engine), engine.now_ns)
+    return sum(drive.run().after(3).stall_ns)
+
+
+def test_spreading_disk_pages_hides_more_than_one_run_of_them() -> None:
+    """The same bytes on disk: spread along the order, the first layers in host memory, and spread
+    with what lives on disk worth more."""
+    table = dense(24, 1).table()
+    traffic = traffic_of(table, gradients_come_home=False)
+    even = choose_host_pages(table.num_frames, traffic, len(table.pages) // 2)
+    first = np.arange(len(table.pages)) < len(table.pages) // 2
+    assert even.sum() == first.sum()
+    spread, run, valued = stall_ns(even), stall_ns(first), stall_ns(even, home_plan.DISK_COST)
+    assert spread < 0.6 * run and valued < 0.6 * spread

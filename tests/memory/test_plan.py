@@ -324,7 +324,8 @@ def test_next_k_keeps_what_it_wants_and_else_what_was_used_last() -> None:
     assert order[:2] == [4, 5] and order[2:4] == [3, 0]
 
 
-def test_hints_about_single_groups_change_nothing() -> None:
+def test_a_hint_that_a_layer_is_dropped_moves_its_use_to_the_next_pass() -> None:
+    """And the hint is forgotten when this pass is over."""
     library = OrderLibrary(stations(3))
     prefetcher = replay(library)
     player = Player(library, prefetcher)
@@ -332,5 +333,12 @@ def test_hints_about_single_groups_change_nothing() -> None:
     library.begin_pass(0)
     player.visit(0)
     before = prefetcher.until.copy()
+    assert before[0] > before[2] > before[1]
     prefetcher.hint([2, 1], [0.0, 1.0])
-    assert (prefetcher.until == before).all()
+    assert prefetcher.until[1] == before[1]
+    assert prefetcher.until[2] == before[2] + library.orders[0].total_ns
+    assert [page for page, _ in prefetcher.wanted()][:1] != [2]
+    player.visit(1)
+    library.begin_pass(0)
+    player.visit(0)
+    assert prefetcher.until[2] < prefetcher.until[0]

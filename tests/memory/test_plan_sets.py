@@ -325,7 +325,7 @@ def test_a_hint_replaces_the_score_until_its_set_was_visited() -> None:
     assert until[0] < until[3], "the set was visited: its scores count again"
 
 
-def test_scores_out_of_range_are_clipped_and_unknown_groups_ignored() -> None:
+def test_scores_out_of_range_are_clipped() -> None:
     told = Experts(FixedScorer(0.5, 0.5, 0.5, 0.5))
     clean = Experts(FixedScorer(0.5, 0.5, 0.5, 0.5))
     for experts in (told, clean):
@@ -333,7 +333,7 @@ def test_scores_out_of_range_are_clipped_and_unknown_groups_ignored() -> None:
             experts.whole_pass([0, 1])
         experts.library.begin_pass(0)
         experts.layer(4)
-    told.prefetcher.hint([3, 2, 4], [7.0, -1.0, 0.5])
+    told.prefetcher.hint([3, 2], [7.0, -1.0])
     clean.prefetcher.hint([3, 2], [1.0, 0.0])
     assert (told.prefetcher.until == clean.prefetcher.until).all()
 

@@ -11,6 +11,9 @@ and on a line that goes one way at a time the sum of the two. Whatever else is k
 at s_i (pages that i creates) or at s_j (clean pages that j needs) makes C smaller. Windows that
 follow each other add up, so the bound is the longest path over accesses.
 
+From some starts on, D is replaced by the bytes that paging by Belady's rule loads (``paging``):
+more, where pages come, go and come again within the window.
+
 It holds for a reordering of the bundles of a visit too: windows begin and end only where the order
 is recorded. It is silent about *when* transfers could have run: where they could not overlap with
 computation evenly, the linear program (``lp``) says more.
@@ -25,9 +28,11 @@ import numpy as np
 from odc.errors import BudgetError
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.replay.accesses import Accesses, Residency
+from odc.memory.replay.paging import Paging
 
 # Windows of more accesses are left out; any subset of windows gives a bound.
 _LONGEST = 8192
+_STARTS = 24  # of windows in which repeated loads are counted
 _REFRESH = 64  # accesses between two looks at how far back windows are worth a look
 
 
@@ -77,8 +82,7 @@ def window_bound(
     frames = capacity_bytes // FRAME_BYTES
     check_capacity(accesses, frames, initial)
     windows = _Windows(accesses, frames, initial, longest)
-    pace = np.array([1.0 / bandwidth_in, 1.0 / bandwidth_out])
-    elapsed = windows.longest_path(pace, half_duplex)
+    elapsed = windows.longest_path((1.0 / bandwidth_in, 1.0 / bandwidth_out), half_duplex)
     return WindowBound(elapsed, accesses.compute_s)
 
 
@@ -137,13 +141,33 @@ class _Windows:
         self.seen = np.where(initial.resident, 0, -1)  # page -> last point at which it was there
         self.soiled = np.where(initial.dirty & initial.resident, 0, -1)  # point of the last dirt
         self.written[0] = float(self.size[initial.dirty & initial.resident].sum())
+        self.starts, self.least_loads = self._repeated_loads(accesses, initial)
         self.held_bytes = 0.0
         self.held_clean = 0.0  # room of held pages that were never dirty before
         self.held_soiled: list[int] = []  # the other held pages
 
-    def longest_path(self, pace: np.ndarray, half_duplex: bool) -> float:
+    def _repeated_loads(
+        self, accesses: Accesses, initial: Residency
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Some points, and of each the least bytes loaded from it to every later point."""
+        n = accesses.num_accesses
+        paging = Paging(accesses, self.capacity)
+        inside = np.flatnonzero(accesses.fixed)
+        inside = np.unique(inside[np.linspace(0, len(inside) - 1, _STARTS).astype(int)])
+        starts = np.concatenate([[0], inside + 1]) if len(inside) else np.zeros(1, np.int64)
+        least = np.zeros((len(starts), self.num_points))
+        for row, point in enumerate(starts.tolist()):
+            access = max(point - 1, 0)
+            there = initial.resident if point == 0 and initial.known else None
+            found = paging.least_loads(access, there)
+            least[row, access + 1 : n + 1] = found
+            least[row, n + 1] = found[-1] if len(found) else 0.0
+        return starts, least
+
+    def longest_path(self, pace: tuple[float, float], half_duplex: bool) -> float:
+        """``pace``: s/byte in and out."""
         time = np.zeros(self.num_points)
-        start = np.where(self.fixed, 0.0, -np.inf)  # time, where a window may begin
+        open_at = np.where(self.fixed, 0.0, -np.inf)  # time, where a window may begin
         low = 0
         for at in range(1, self.num_points):
             self._arrive(at)
@@ -151,15 +175,21 @@ class _Windows:
                 low = max(self._saturated(), at - self.longest)
             time[at] = time[at - 1] + self.compute[at - 1]
             if self.fixed[at]:
-                window = slice(low, at)
-                load = (self.needed[window] - self.there[window]) * pace[0]
-                store = (self.written[window] + self._clean(low, at) - self.capacity) * pace[1]
-                if half_duplex:
-                    least = np.maximum(load, 0.0) + np.maximum(store, 0.0)
-                else:
-                    least = np.maximum(load, store)
-                time[at] = max(time[at], float((start[window] + least).max()))
-                start[at] = time[at]
+                window = np.arange(low, at)
+                starts = self.starts[: np.searchsorted(self.starts, at)]
+                for points, needed in (
+                    (window, self.needed[low:at]),
+                    (starts, self.least_loads[: len(starts), at]),
+                ):
+                    load = (needed - self.there[points]) * pace[0]
+                    waiting = self.written[points] + self._clean(points)
+                    store = (waiting - self.capacity) * pace[1]
+                    if half_duplex:
+                        least = np.maximum(load, 0.0) + np.maximum(store, 0.0)
+                    else:
+                        least = np.maximum(load, store)
+                    time[at] = max(time[at], float((open_at[points] + least).max()))
+                open_at[at] = time[at]
             self._leave(at)
         return float(time[-1])
 
@@ -180,11 +210,11 @@ class _Windows:
                 self.held_soiled.append(page)
         self.needed[at] += self.held_bytes - created
 
-    def _clean(self, low: int, at: int) -> np.ndarray:
-        """Room taken at the end of each window by pages that do not count as written in it."""
-        taken = np.full(at - low, self.held_clean)
+    def _clean(self, points: np.ndarray) -> np.ndarray:
+        """Room taken now by pages that do not count as written in windows from ``points`` on."""
+        taken = np.full(len(points), self.held_clean)
         for page in self.held_soiled:
-            taken[max(self.soiled[page] + 1 - low, 0) :] += self.room[page]
+            taken[np.searchsorted(points, self.soiled[page], "right") :] += self.room[page]
         return taken
 
     def _leave(self, at: int) -> None:

@@ -31,7 +31,7 @@ MOST_PAGES = 6
 _MOST_STATES = 200_000
 
 _ABSENT, _LOADING, _CLEAN, _DIRTY = range(4)
-_STORE_FIRST, _BEGIN, _LOAD, _STORE = range(4)  # what may still be decided at this moment
+_STORE_FIRST, _BEGIN, _LOAD, _STORE, _WAIT = range(5)  # what may still be decided at this moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ class _Search:
                 began[before.access] = time
             if state.in_page != before.in_page and state.in_page >= 0:
                 loads.append(state.in_page)
-            if before.out_page >= 0 and state.out_page < 0:
-                stores.append(before.out_page)
+            if state.out_page != before.out_page and state.out_page >= 0:
+                stores.append(state.out_page)
             state = before
         stall, end = [], 0.0
         for start, duration in zip(began, self.instance.compute, strict=True):
@@ -182,11 +182,13 @@ class _Search:
         elif state.stage == _LOAD:
             yield from ((0.0, after) for after in self._load(state))
             yield 0.0, replace(state, stage=_STORE)
+        elif state.stage == _STORE:
+            yield from ((0.0, after) for after in self._store(state, _WAIT))
+            yield 0.0, replace(state, stage=_WAIT)
         else:
-            for after in (state, *self._store(state, _STORE)):
-                duration = min(after.compute_s, after.in_s, after.out_s)
-                if duration < inf:
-                    yield duration, self._pass(after, duration)
+            duration = min(state.compute_s, state.in_s, state.out_s)
+            if duration < inf:
+                yield duration, self._pass(state, duration)
 
     def _waits(self, state: _State) -> bool:
         return state.compute_s == inf and state.access < self.instance.n

@@ -98,6 +98,10 @@ class Instance:
         self.resident = np.flatnonzero(initial.resident).tolist()
         self.dirty = (initial.resident & initial.dirty).tolist()
         self.begins, self.loaded = self._by_first()
+        self.create_frames = [
+            sum(self.frames[self.page[hold]] for hold in begun if self.creates[hold])
+            for begun in self.begins
+        ]
         self.released_at_start, self.released_after = self._by_last()
         self.page_of = self.page + list(range(len(self.frames)))
         self.next_load, self.far = self._gaps()

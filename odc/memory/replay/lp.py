@@ -156,6 +156,7 @@ class _Program:
     ) -> None:
         self.accesses = accesses
         self.initial = initial
+        self.half_duplex = half_duplex
         self.phases = _Phases.of(accesses)
         # Time in units of the mean time of a load: all coefficients are near 1.
         self.unit = max(float(accesses.page_bytes.mean()) / rates[0], 1e-12)
@@ -176,7 +177,7 @@ class _Program:
         for share in self.takes:
             if share.terms:
                 self._row(share.terms, capacity_frames - share.constant)
-        self._add_lines(half_duplex)
+        self._add_lines()
 
     def solve(self) -> float:
         """Lower bound on the sum of the stalls in s."""
@@ -195,7 +196,9 @@ class _Program:
         matrix = sparse.csr_array((values, (rows, columns)), shape)
         cost, limit, upper = (np.array(v) for v in (self.cost, self.limit, self.upper))
         bounds = np.column_stack([np.zeros(len(upper)), upper])
-        found: Any = linprog(cost, A_ub=matrix, b_ub=limit, bounds=bounds, method="highs")
+        # The simplex method crawls where both directions share the rows of one line.
+        method = "highs-ipm" if self.half_duplex else "highs-ds"
+        found: Any = linprog(cost, A_ub=matrix, b_ub=limit, bounds=bounds, method=method)
         if found.ineqlin is None or found.ineqlin.marginals is None:
             raise OdcError(f"the linear program was not solved: {found.message}")
         # Weak duality: any prices >= 0 give a lower bound.
@@ -238,12 +241,12 @@ class _Program:
             if compute >= 0:
                 self.takes[compute].constant += float(at_start[access] - given_back[access])
 
-    def _add_lines(self, half_duplex: bool) -> None:
+    def _add_lines(self) -> None:
         for phase, length in enumerate(self.phases.length):
             loads, stores = self.loads[phase], self.stores[phase]
-            if half_duplex:
+            if self.half_duplex:
                 both = _Sum(loads.terms + stores.terms, loads.constant + stores.constant)
-            for line in (both,) if half_duplex else (loads, stores):
+            for line in (both,) if self.half_duplex else (loads, stores):
                 if not line.terms and line.constant <= 0.0:
                     continue
                 if length < 0:

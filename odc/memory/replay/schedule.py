@@ -45,6 +45,9 @@ def decode(instance: Instance, plan: Plan, choices: Choices, limit: float = inf)
 
 
 _ABSENT, _LOADING, _RESIDENT, _CUT = range(4)  # _CUT: frames taken, load interrupted
+# Plain numbers: comparing with a member of an enum takes several times as long.
+_ALWAYS, _NEVER = int(Keep.ALWAYS), int(Keep.NEVER)
+_AT_ONCE, _LATE = int(Clean.AT_ONCE), int(Clean.LATE)
 
 
 class _Run:
@@ -149,17 +152,15 @@ class _Run:
             for page in instance.loaded[access]:
                 if state[page] != _RESIDENT:
                     return
-            begins = instance.begins[access]
-            if len(begins) > len(instance.loaded[access]):
-                need = sum(instance.frames[instance.page[h]] for h in begins if instance.creates[h])
-                if self.free < need and not self._make_room(need, access):
-                    return
+            need = instance.create_frames[access]
+            if self.free < need and not self._make_room(need, access):
+                return
             self.stall.append(self.now - self.waits_since)
             self.waits_since = self.now
             if self.now + instance.remaining[access] >= self.limit:
                 self.late = True
                 return
-            for hold in begins:
+            for hold in instance.begins[access]:
                 self._hold(hold)
             for hold in instance.released_at_start[access]:
                 self._release(hold)
@@ -215,17 +216,17 @@ class _Run:
         page = self.instance.page_of[gap]
         self.gap[page] = gap
         keep = self.keep[gap]
-        if keep == Keep.ALWAYS:
+        if keep == _ALWAYS:
             return
         n = self.instance.n
-        far = 2 * n if keep == Keep.NEVER else self.instance.far[gap]
+        far = 2 * n if keep == _NEVER else self.instance.far[gap]
         entry = (n - far) * self.width + gap
         if not self.dirty[page]:
             heappush(self.clean_heap, entry)
             return
         heappush(self.dirty_heap, entry)
         clean = self.clean[gap]
-        if clean == Clean.AT_ONCE or (self.plan.early and clean != Clean.LATE):
+        if clean == _AT_ONCE or (self.plan.early and clean != _LATE):
             heappush(self.eager_heap, entry)
 
     # -- room ------------------------------------------------------------------------------------
@@ -293,11 +294,13 @@ class _Run:
 
     def _load(self) -> None:
         instance, want = self.instance, self.want
+        waits = self.compute_end == inf and self.access < instance.n
+        if waits and self.cut and self._load_for_now():
+            return
         while want:
             hold = want[0] % self.width
             page = instance.page[hold]
-            state = self.state[page]
-            wanted = state in (_ABSENT, _CUT)
+            wanted = self.state[page] in (_ABSENT, _CUT)
             if not wanted or instance.next_load[self.last_gap[page]] != hold:
                 heappop(want)  # it was loaded out of turn
                 continue
@@ -305,17 +308,18 @@ class _Run:
             in_window = not window or instance.first[hold] < self.access + window
             if in_window and self._start_load(hold):
                 heappop(want)
-            elif self.compute_end == inf and self.access < instance.n:
+            elif waits:
                 self._load_for_now()
             return
 
-    def _load_for_now(self) -> None:
+    def _load_for_now(self) -> bool:
         """A computation waits: load what it needs, though something else stands first."""
         instance = self.instance
         for hold in instance.begins[self.access]:
             absent = self.state[instance.page[hold]] in (_ABSENT, _CUT)
             if absent and not instance.creates[hold] and self._start_load(hold):
-                return
+                return True
+        return False
 
     def _start_load(self, hold: int) -> bool:
         instance = self.instance
@@ -384,7 +388,7 @@ class _Run:
         gap = self._farthest(self.dirty_heap, True)
         if gap >= 0:
             bar = self.instance.first[self.want[0] % self.width]
-            if self.instance.far[gap] > bar and self.clean[gap] != Clean.LATE:
+            if self.instance.far[gap] > bar and self.clean[gap] != _LATE:
                 self._start_store(gap)
                 self.ready += self.instance.frames[self.out_page]
                 self.cleaned[self.out_page] = True

@@ -52,7 +52,7 @@ class Link:
     frame_move_ns: int = 15_000
 
 
-class _Clock:
+class Clock:
     """The body of a simulated run: computing moves the clock, and pages have no bytes."""
 
     def __init__(self, engine: VirtualEngine) -> None:
@@ -131,4 +131,4 @@ def virtual_drive(
         prefetcher = prefetch(library, limits or Limits())
     pager = Pager(table, library, transfers, eviction, prefetcher, tuning)
     pager.hold_pinned()
-    return Drive(workload, pager, _Clock(engine), engine.now_ns)
+    return Drive(workload, pager, Clock(engine), engine.now_ns)
