@@ -342,3 +342,17 @@ def test_a_hint_that_a_layer_is_dropped_moves_its_use_to_the_next_pass() -> None
     library.begin_pass(0)
     player.visit(0)
     assert prefetcher.until[2] < prefetcher.until[0]
+
+
+def test_a_hint_before_a_pass_s_first_visit_is_for_that_pass() -> None:
+    """A mask that is drawn when the forward begins."""
+    library = OrderLibrary(stations(3))
+    prefetcher = replay(library)
+    player = Player(library, prefetcher)
+    player.pass_of(range(3))
+    library.begin_pass(0)
+    prefetcher.hint([1], [0.0])
+    player.visit(0)
+    assert prefetcher.until[1] - library.now_ns > library.orders[0].total_ns
+    put(library.stations.table, 0, PageState.RESIDENT)
+    assert next(prefetcher.wanted())[0] == 2
