@@ -180,7 +180,10 @@ class RecordedOrder:
             followers = self.entries[place].followers
             total = sum(followers.values())
             share = chances[place - position]
-            if not share or not total:
+            if not share:
+                continue
+            if not total:  # nothing is known: the next in order
+                chances[place - position + 1] += share
                 continue
             for entry, weight in followers.items():
                 there = self._place_of[entry] - position

@@ -31,6 +31,7 @@ from odc.memory.stations import Visit
 
 LEAVES_NS = 1e15  # added to the time of a page that a schedule lets go
 _UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
+_CHANGED = 0.25  # a chance that moves by so much is taken in at once
 _NEVER = 0.02  # what is less likely is not expected
 _WORTH = 0.3  # least chance at which an entry is worth a load on a line that is always busy
 THRESHOLD = 0.35  # least probability at which a page is worth loading ahead
@@ -116,7 +117,7 @@ class OrderPrefetcher:
         self.scheduled = False
         self.utilization = 0.0
         self._hinted: dict[int, float] = {}  # station -> P(visited in this pass)
-        self._given_up: set[int] = set()  # entries of this pass that cannot come any more
+        self._seen: dict[int, float] = {}  # entries of this pass whose chance has changed
         self._reach: list[float] = []  # chances of the next entries, where they are uncertain
         self._leaves: list[list[frozenset[int]]] = []  # of this pass, then of those before it
         self._cycle: Sequence[RecordedOrder] = []  # the orders that these belong to
@@ -183,12 +184,17 @@ class OrderPrefetcher:
             self._reach = []
             return
         self._reach = order.reach(position)
+        worth = self._least_worth()
         for place, chance in enumerate(self._reach, start=position + 1):
-            if chance < _NEVER and place not in self._given_up:
-                self._given_up.add(place)
-                for page in order.uses[place]:
-                    self.until[page] = self.next_use(page)
-                    self.version += 1
+            before = self._seen.get(place, order.entries[place].chance)
+            if abs(chance - before) < _CHANGED and (chance < _NEVER) == (before < _NEVER):
+                continue
+            self._seen[place] = chance
+            for page in order.uses[place]:
+                self.until[page] = self.next_use(page)
+                self.version += 1
+            if before < worth <= chance:  # passed over until now
+                self._cursor = min(self._cursor, place)
 
     def _chance(self, order: RecordedOrder, place: int) -> float:
         """P(an entry of this pass is visited), from where the pass is and from its tape."""
@@ -306,7 +312,7 @@ class OrderPrefetcher:
     def _begin_pass(self) -> None:
         library = self.library
         self._pass, self._phase, self._position = library.passes, -1, -1
-        self._given_up.clear()
+        self._seen.clear()
         self._hinted.clear()
         self._reach = []
         passed = len(self._orders[0].entries) if self._orders else 0
@@ -509,8 +515,11 @@ class OrderPrefetcher:
         chance = entry.chance
         if cycle == 0 and place > self.library.position:
             chance = self._chance(order, place)
-        worth = max(_WORTH * self.utilization, _NEVER)
-        return order.uses[place] if chance >= min(worth, CERTAIN) else ()
+        return order.uses[place] if chance >= self._least_worth() else ()
+
+    def _least_worth(self) -> float:
+        """Least chance at which an entry is worth a load, as busy as the line in is."""
+        return min(max(_WORTH * self.utilization, _NEVER), CERTAIN)
 
     def _set_pages(self, entry: Entry, set_index: int, serial: int, cycle: int) -> list[int]:
         members = self._remaining
