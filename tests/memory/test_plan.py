@@ -161,6 +161,54 @@ def test_an_uncertain_use_stands_for_the_harmonic_mean_of_its_times(quarters: in
     assert low <= found <= high
 
 
+def branching(utilization: float) -> tuple[Player, OrderPrefetcher]:
+    """Layers 1 to 4, or in a tenth of all passes 5 to 8 instead; 0 before, 10 and 11 behind."""
+    library = OrderLibrary(stations(12))
+    prefetcher = replay(library)
+    player = Player(library, prefetcher)
+    for number in range(40):
+        player.pass_of([0, 5, 6, 7, 8, 10, 11] if number % 10 == 5 else [0, 1, 2, 3, 4, 10, 11])
+    prefetcher.utilization = utilization
+    library.begin_pass(0)
+    player.begin(0)
+    return player, prefetcher
+
+
+def test_on_an_idle_line_what_is_unlikely_is_loaded_too() -> None:
+    _, idle = branching(0.0)
+    assert [page for page, _ in idle.wanted()][:11] == list(range(9)) + [10, 11]
+    _, busy = branching(1.0)
+    assert [page for page, _ in busy.wanted()][:7] == [0, 1, 2, 3, 4, 10, 11]
+
+
+def test_a_branch_that_is_taken_is_certain_from_its_first_layer_on() -> None:
+    """The layers of the other one are not used in this pass, and those of this one are wanted."""
+    player, prefetcher = branching(1.0)
+    library, table = player.library, player.library.stations.table
+    take(prefetcher.wanted(), table, 100)
+    player.end(0)
+    player.begin(5)
+    now = library.now_ns
+    assert [prefetcher.until[p] - now for p in (6, 7, 8, 10, 11)] == [10, 20, 30, 40, 50]
+    assert min(prefetcher.until[1:5]) > library.end_ns
+    assert take(prefetcher.wanted(), table, 2) == [6, 7, 8]
+
+
+def test_with_one_pass_known_and_one_that_left_it_the_rest_is_still_expected() -> None:
+    """What follows a layer that ran once is the next in order, not nothing."""
+    library = OrderLibrary(stations(8))
+    prefetcher = replay(library)
+    player = Player(library, prefetcher)
+    player.pass_of(range(8))
+    player.pass_of([0, 1, 2, 5, 6, 7])
+    library.begin_pass(0)
+    for group in range(4):
+        player.visit(group)
+    for group in range(4, 8):
+        assert prefetcher.until[group] - library.now_ns == pytest.approx(10.0 * (group - 3))
+    assert [page for page, _ in prefetcher.wanted()][:5] == [3, 4, 5, 6, 7]
+
+
 def test_what_the_visit_that_runs_still_needs_is_used_first_and_wanted_first() -> None:
     """The moments that the update inside a backward will ask for, when its gradient is not yet."""
     library = OrderLibrary(trained(3))
