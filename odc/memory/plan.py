@@ -474,7 +474,8 @@ class OrderPrefetcher:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
         for page in self.table.left:
             self._cursor = min(self._cursor, self._next_serial(page))
-            if LEAVES_NS <= self.until[page] < UNKNOWN_NS / 8:
+            leaves = LEAVES_NS <= self.until[page] < UNKNOWN_NS / 8
+            if leaves and not self.table.is_evictable[page]:
                 self.until[page] -= LEAVES_NS  # it has left; when it comes back it stays
         self.table.left.clear()
         self._cursor = max(self._cursor, self.library.position)

@@ -385,11 +385,11 @@ def test_a_hint_that_a_layer_is_dropped_moves_its_use_to_the_next_pass() -> None
     prefetcher.hint([2, 1], [0.0, 1.0])
     assert prefetcher.until[1] == before[1]
     assert prefetcher.until[2] == before[2] + library.orders[0].total_ns
-    assert [page for page, _ in prefetcher.wanted()][:1] != [2]
     player.visit(1)
+    player.visit(2)  # it runs all the same
     library.begin_pass(0)
     player.visit(0)
-    assert prefetcher.until[2] < prefetcher.until[0]
+    assert prefetcher.until[0] > prefetcher.until[2] > prefetcher.until[1]
 
 
 def test_a_hint_before_a_pass_s_first_visit_is_for_that_pass() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from odc.memory.events import Kind, Op
 from odc.memory.pages import PageTable
-from odc.memory.replay.simulate import _TRAINING_PHASES
+from odc.memory.replay.drive import TRAINING_PHASES
 from odc.memory.replay.workload import Bundle, RecordedVisit, Workload
 
 NO_STEP = -1  # computation between steps: an evaluation, a save
@@ -171,7 +171,7 @@ class _Recorder:
 
     def run(self) -> None:
         visits = self.workload.visits
-        ends = {v.step: at for at, v in enumerate(visits) if v.phase in _TRAINING_PHASES}
+        ends = {v.step: at for at, v in enumerate(visits) if v.phase in TRAINING_PHASES}
         if visits:
             self.step = visits[0].step if ends.get(visits[0].step, -1) >= 0 else NO_STEP
         self._advance(self.workload.lead_ns)

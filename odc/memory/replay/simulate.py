@@ -16,7 +16,6 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
 from odc.memory.plan import Limits, Prefetcher
-from odc.memory.replay.drive import TRAINING_PHASES as _TRAINING_PHASES
 from odc.memory.replay.drive import Drive
 from odc.memory.replay.results import PassResult, SimResult
 from odc.memory.replay.workload import Workload
@@ -30,7 +29,6 @@ __all__ = [
     "PrefetchFactory",
     "SimResult",
     "simulate",
-    "_TRAINING_PHASES",
     "virtual_drive",
 ]
 PrefetchFactory = Callable[[OrderLibrary, Limits], Prefetcher | None]

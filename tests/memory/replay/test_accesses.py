@@ -74,10 +74,10 @@ def test_a_layer_with_its_update_becomes_the_holds_of_its_bundle() -> None:
     ]
     columns = page_columns([(0, P, 0, -1, -1), (0, G, 0, -1, -1), (0, M, 0, -1, -1)])
     accesses = Accesses.from_workload(workload_of(columns, Bundle(0, backward, 9)))
-    # 0: before the first visit; 1: parameters; 2: gradient; 3: the walk; 4: nothing is pinned
+    # 0: before the first visit; 1: parameters; 2: gradient; 3: the walk; 4: what comes behind
     assert accesses.compute_ns.tolist() == [5, 7, 3, 2, 9]
     assert holds(accesses) == [
-        (0, 1, 3, 1, 0, 1, 0),  # parameters: read, then written by the walk, held to the end
+        (0, 1, 4, 1, 0, 1, 0),  # parameters: read, then written by the walk, held to the end
         (1, 2, 3, 1, 1, 1, 1),  # gradient: created and dead
         (2, 3, 3, 0, 0, 1, 0),  # moment: the walk lets it go at once
     ]
@@ -108,7 +108,7 @@ def test_pages_of_a_group_of_a_few_kib_are_held_to_the_end() -> None:
     columns["bytes"] = np.array([4096, FRAME_BYTES * 2])
     read = [Bundle(g, [(P, Op.READ, 0)], COMPUTE_NS) for g in (0, 1, 0, 1)]
     accesses = Accesses.from_workload(workload_of(columns, *read))
-    assert [h[:4] for h in holds(accesses)] == [(0, 1, 4, 1), (1, 2, 2, 0), (1, 4, 4, 0)]
+    assert [h[:4] for h in holds(accesses)] == [(0, 1, 4, 1), (1, 2, 2, 1), (1, 4, 4, 1)]
     assert accesses.pinned_frames().tolist() == [0, 1, 3, 1, 3]
 
 

@@ -9,12 +9,13 @@ import pytest
 
 from odc.errors import OdcError
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.plan import ReplayPrefetcher
+from odc.memory.plan import OrderPrefetcher
 from odc.memory.replay import Accesses, Link, Residency, best_found, oracle_factory, simulate
 from odc.memory.replay import schedule as schedule_module
 from odc.memory.replay.best_found import SLICE_BYTES, greedy_plans
 from odc.memory.replay.instance import Choices, Instance, Plan
 from odc.memory.replay.schedule import decode
+from odc.memory.scores import ReplayScorer
 from odc.memory.victims import CostAware
 from tests.memory.replay.fluid_fixtures import Fixture, stored
 from tests.memory.replay.runs import accesses_of, bandwidth, passes, tiny
@@ -91,8 +92,8 @@ def test_a_schedule_that_meets_the_window_bound_is_known_to_be_optimal() -> None
 # -- against the shipped scheduler -----------------------------------------------------------------
 
 
-def replay(library, weight, limits):  # type: ignore[no-untyped-def]
-    return ReplayPrefetcher(library, weight, limits=limits)
+def replay(library, limits):  # type: ignore[no-untyped-def]
+    return OrderPrefetcher(library, ReplayScorer(library.stations.members), limits)
 
 
 @pytest.mark.parametrize("frames", [1, 3])

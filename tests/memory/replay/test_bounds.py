@@ -10,7 +10,7 @@ import pytest
 
 from odc.errors import BudgetError, OdcError
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.plan import ReplayPrefetcher
+from odc.memory.plan import OrderPrefetcher
 from odc.memory.replay import (
     Accesses,
     Link,
@@ -23,6 +23,7 @@ from odc.memory.replay import (
     window_bound,
 )
 from odc.memory.replay.paging import Paging
+from odc.memory.scores import ReplayScorer
 from odc.memory.victims import CostAware, Lru
 from tests.memory.replay.brute import TICK_NS, Brute
 from tests.memory.replay.fluid_fixtures import stored
@@ -199,8 +200,8 @@ RUNS: dict[str, Workload] = {
 }
 
 
-def replay(library, weight, limits):  # type: ignore[no-untyped-def]
-    return ReplayPrefetcher(library, weight, limits=limits)
+def replay(library, limits):  # type: ignore[no-untyped-def]
+    return OrderPrefetcher(library, ReplayScorer(library.stations.members), limits)
 
 
 @pytest.mark.parametrize("name", RUNS)
