@@ -164,6 +164,16 @@ def test_future_victims_are_cleaned_before_they_must_go() -> None:
     assert s.engine.now_ns() - before == PAGE_NS, "the eviction had to wait for a write"
 
 
+def test_before_an_order_is_known_no_more_is_in_flight_than_was_tuned() -> None:
+    """Thirty pages fit and all are wished for: three of 4 MiB at a time."""
+    s = Setup(40, 30, wish=range(1, 40))
+    assert s.pager.tuning.flight_bytes == 3 * PAGE
+    for group in range(12):
+        s.use(group)
+        assert 0 < s.transfers.in_flight_bytes <= 3 * PAGE
+        s.engine.advance(PAGE_NS // 2)
+
+
 # -- errors ------------------------------------------------------------------------------------
 
 
