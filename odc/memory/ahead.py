@@ -117,10 +117,14 @@ class Lookahead:
                 room.keep(page)
                 continue
             space.reserve = self._reserve(fresh)
-            if not scheduled:
+            if scheduled and not room.lingering:  # nobody is left to make room
+                if self.table.frames[page] + space.reserve > space.frames:
+                    return True
+            elif not scheduled:
                 later_than = now + self._margin * (float(until[page]) - now)
             victims = choose_load(self.table, page, room.queue, until, later_than, space, scheduled)
             if victims is None:
+                room.lingering = False
                 return True
             room.evict(victims)
             transfers.load(page, -1, space.reserve)

@@ -90,6 +90,7 @@ class PageTable:
     gradient_bytes: int = 0  # of gradients, behind them in the home
     # per (group, kind): tuples of page ids; one tuple a part for moments
     _by_kind: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    _by_part: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     state: list[PageState] = field(default_factory=list)
     pins: list[int] = field(default_factory=list)
     frames: list[int] = field(default_factory=list)
@@ -230,7 +231,11 @@ class PageTable:
 
     def of_part(self, group: int, kind: int, part: int) -> list[int]:
         """Page ids of one part (a moment has one page a slot)."""
-        return [p for p in self._by_kind[group, kind] if self.pages[p].part == part]
+        found = self._by_part.get((group, kind, part))
+        if found is None:
+            own = [p for p in self._by_kind[group, kind] if self.pages[p].part == part]
+            found = self._by_part[group, kind, part] = own
+        return found
 
     def frames_of(self, ids: Iterable[int]) -> int:
         return sum(self.pages[p].num_frames for p in set(ids))

@@ -35,7 +35,7 @@ class Room:
     Attributes:
         queue: evictable pages in order.
         time: virtual time: accesses so far.
-        lingering: pages that a schedule lets go may still be here, dirty.
+        lingering: pages that a schedule lets go may still be here.
     """
 
     def __init__(
@@ -86,7 +86,9 @@ class Room:
             if self.table.is_evictable[page] and page != used:
                 if not self._planned:
                     self._scores[page] = self.policy.score(page, self.time)
-                self.queue.push(page, float(self._scores[page]))
+                score = float(self._scores[page])
+                self.lingering = self.lingering or score > LEAVES_NS
+                self.queue.push(page, score)
         arrived.clear()
 
     def rank(self, page: int) -> None:
