@@ -174,6 +174,49 @@ def test_before_an_order_is_known_no_more_is_in_flight_than_was_tuned() -> None:
         s.engine.advance(PAGE_NS // 2)
 
 
+# -- evictions taken back ------------------------------------------------------------------------
+
+
+def test_a_page_that_waits_for_its_write_is_there_again_when_it_is_needed() -> None:
+    """Nothing is loaded and nothing is waited for; what is being written goes on being written."""
+    s = Setup(4, 3)
+    s.use(0, Op.WRITE)
+    s.transfers.evict(0)
+    loaded, before = s.started.count((CommandKind.LOAD, 0)), s.engine.now_ns()
+    s.use(0)
+    assert s.started.count((CommandKind.LOAD, 0)) == loaded
+    assert s.engine.now_ns() == before and s.pager.counters.misses == 1
+    s.settle()
+    assert s.stores(0) == 1 and not s.table.dirty[0]
+    assert s.transfers.free == 4, "the frames of one page of three"
+
+
+def test_a_page_that_was_taken_back_and_changed_is_written_again() -> None:
+    s = Setup(4, 3)
+    s.use(0, Op.WRITE)
+    s.transfers.evict(0)
+    s.engine.advance(1)
+    s.transfers.poll()  # its write has begun
+    s.use(0, Op.WRITE)
+    s.settle()
+    assert s.table.dirty[0], "what was written is old"
+    s.transfers.evict(0)
+    s.settle()
+    assert s.stores(0) == 2 and s.table.state[0] == PageState.HOME
+
+
+def test_frames_that_another_load_counts_on_are_not_taken_back() -> None:
+    s = Setup(4, 2)
+    s.use(0, Op.WRITE)
+    s.use(1)
+    s.transfers.evict(0)
+    s.transfers.load(2, -1)  # into the frames of page 0
+    assert not s.transfers.rescue(0)
+    s.use(0)
+    assert s.table.state[0] == PageState.RESIDENT
+    assert s.started.count((CommandKind.LOAD, 0)) == 2
+
+
 # -- errors ------------------------------------------------------------------------------------
 
 
