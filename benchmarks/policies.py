@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from odc.memory.replay import Link, Workload, oracle_factory, simulate
-from odc.memory.victims import Belady, CostAware, Lru
-from odc.train.compose import predictor_factory, prefetch_factory
+from odc.train.compose import predictor_factory
 from odc.train.config import load_config
 from odc.train.demo import CONFIG
+from odc.train.policies import EVICTIONS, prefetch_factory
 from odc.train.run_dir import RunDir, machine
 from odc.train.tasks import make_task
 from odc.train.trainer import INTERRUPTED, train
@@ -120,7 +120,6 @@ def predict(root: Path, name: str, other: str, policy: str, link: float, budget:
     source = TraceReader(root / other)
     workload = own.with_compute_of(Workload.from_trace(source.need(), source.pages))
     eviction, prefetch = policy.split("+")
-    policies = {"lru": Lru, "cost_aware": CostAware, "belady": Belady}
     if prefetch == "oracle":
         factory = oracle_factory(workload)
     elif prefetch in ("sklearn", "lstm"):
@@ -131,7 +130,7 @@ def predict(root: Path, name: str, other: str, policy: str, link: float, budget:
         workload,
         budget_bytes=budget,
         link=Link(link),
-        eviction=policies[eviction](),
+        eviction=EVICTIONS[eviction](),
         prefetch=factory,
     ).after(own.steps[SETTLING])
     return result.stall_s / len(result.steps)
