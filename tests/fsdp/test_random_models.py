@@ -108,8 +108,8 @@ def test_a_random_model_trains_as_in_plain_pytorch(seed):
         least + extra * MIB,
         chooser.choice(list(POLICIES)),
         chooser.choice(["host", "host", "disk"]),
-        update,
-        page_size,
+        update=update,
+        page_size=page_size,
     )
     expected = train_plainly(Model(seed), loop)
     run = PagedRun(Model(seed), loop, paging)
