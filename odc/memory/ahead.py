@@ -110,6 +110,7 @@ class Lookahead:
         transfers, room, scheduled = self.transfers, self.room, self.room.scheduled
         until, now = self.prefetcher.until, self.library.now_ns
         space = Space(transfers.available, self._items())
+        queue = room.victims(now)
         later_than = LEAVES_NS
         for page, fresh in self.prefetcher.wanted():
             if transfers.rescue(page):
@@ -122,7 +123,7 @@ class Lookahead:
                     return True
             elif not scheduled:
                 later_than = now + self._margin * (float(until[page]) - now)
-            victims = choose_load(self.table, page, room.queue, until, later_than, space, scheduled)
+            victims = choose_load(self.table, page, queue, until, later_than, space, scheduled)
             if victims is None:
                 room.lingering = False
                 return True
@@ -151,7 +152,7 @@ class Lookahead:
     def _clean(self, stores: int) -> None:
         """Write back early what will have to go for the loads ahead."""
         transfers = self.transfers
-        victims: Iterable[int] = self.room.queue.first()
+        victims: Iterable[int] = self.room.victims(self.library.now_ns).first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
         if self.room.scheduled:
             if not self.room.lingering:
