@@ -36,6 +36,7 @@ _NEVER = 0.02  # what is less likely is not expected
 _WORTH = 0.3  # least chance at which an entry is worth a load on a line that is always busy
 THRESHOLD = 0.35  # least probability at which a page is worth loading ahead
 _KNOWN_CHAINS = 64  # chains of passes whose first uses are kept
+_SET_PASSES = 3  # passes for which members of sets are loaded ahead
 _SETS_AHEAD = 4  # sets whose new scores are taken in at once; the others when they come near
 
 
@@ -487,8 +488,9 @@ class OrderPrefetcher:
             if self.sets.holds[page]:
                 places = order.of_station.get(self.sets.station[page], ())
             first = bisect_right(places, self.library.position) if cycle == 0 else 0
-            for place in places[first:]:
-                if cycle or self.library.expects(order, place):
+            for at in range(first, len(places)):
+                place = places[at]
+                if cycle or order.is_certain or self.library.expects(order, place):
                     return self._offsets[cycle] + place
         return self._offsets[-1]
 
@@ -497,9 +499,11 @@ class OrderPrefetcher:
         last = self._offsets[-1] - 1
         if self.limits.page_prefetch is not None:
             last = min(last, self.library.position + self.limits.page_prefetch)
-        if self.limits.prefetch_window is not None:
-            passes = min(self.limits.prefetch_window, len(self._orders))
-            last = min(last, self._offsets[passes] - 1)
+        window = self.limits.prefetch_window
+        if self.stations.sets:  # farther off, guesses are the same, and looked at again and again
+            window = min(window or _SET_PASSES, _SET_PASSES)
+        if window is not None:
+            last = min(last, self._offsets[min(window, len(self._orders))] - 1)
         return last
 
     def _pages_at(self, serial: int) -> Sequence[int]:
@@ -509,6 +513,8 @@ class OrderPrefetcher:
             cycle += 1
         order = self._orders[cycle]
         place = serial - self._offsets[cycle]
+        if order.is_certain and not self._hinted:
+            return order.uses[place]
         entry = order.entries[place]
         set_index = self.stations.stations[entry.station].set_index
         if set_index >= 0:

@@ -48,6 +48,7 @@ class SetTimes:
         self.holds = bytearray(len(until))
         self.station = [-1] * len(until)
         self.hints: dict[int, dict[int, float]] = {}  # set -> member -> score
+        self._guessed: dict[tuple[int, float], list[int]] = {}  # until scores or hints change
         for groups in self.stations.sets:
             station = self.stations.of_group[groups[0]]
             for page in self.stations.pages(station, _ALL)[0].tolist():
@@ -58,11 +59,13 @@ class SetTimes:
         """The members of a set that a forward visit needs became known."""
         if visit.phase in _FORWARD and visit.used is not None:
             self.hints.pop(set_index, None)
+            self._guessed.clear()
             self.scorer.observe(set_index, visit.used, tokens)
 
     def hint(self, groups: Sequence[int], scores: Sequence[float]) -> list[int]:
         """Take scores that replace the scorer's until the set is visited; returns the sets."""
         changed = set()
+        self._guessed.clear()
         for group, score in zip(groups, scores, strict=True):
             set_index = self.stations.stations[self.stations.of_group[group]].set_index
             if set_index >= 0:
@@ -89,12 +92,15 @@ class SetTimes:
 
     def likely(self, entry: Entry, set_index: int, cycle: int, threshold: float) -> list[int]:
         """Members that an entry needs, surely or likely enough, in the order of their use."""
-        known = self.known(entry, set_index, cycle)
-        if known is None:
+        if self.known(entry, set_index, cycle) is not None:
+            return self.library.taped(set_index, entry.phase)
+        guessed = self._guessed.get((set_index, threshold))
+        if guessed is None:
             scores = self.chances(set_index)
             likely = np.flatnonzero(scores >= threshold)
-            return likely[np.argsort(-scores[likely], kind="stable")].tolist()  # type: ignore[no-any-return]
-        return self.library.taped(set_index, entry.phase)
+            guessed = likely[np.argsort(-scores[likely], kind="stable")].tolist()
+            self._guessed[set_index, threshold] = guessed
+        return guessed
 
     def rekey(self, set_index: int, passes: Passes, remaining: Sequence[int]) -> None:
         """Times of a set's pages: after the visit that runs, and now.

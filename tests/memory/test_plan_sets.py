@@ -199,6 +199,18 @@ def test_only_what_is_likely_enough_is_wanted(scores: tuple[float, ...]) -> None
     assert told == likely
 
 
+def test_guesses_are_followed_for_three_passes_and_no_farther() -> None:
+    """What is guessed of later ones is the same, and costs time at every access."""
+    experts = Experts(FixedScorer(1.0, 0.9, 0.0, 0.0))
+    for _ in range(3):
+        experts.whole_pass([0, 1])
+    experts.library.begin_pass(0)
+    experts.layer(4)
+    told = [page for page, _ in experts.prefetcher.wanted()]  # and nothing is loaded
+    assert told[:5] == [4, 0, 1, 5, 5]
+    assert [told.count(page) for page in range(6)] == [6, 6, 0, 0, 6, 6]
+
+
 class Futures:
     """Every future of a member: in each of three passes it is used or not, for itself."""
 
