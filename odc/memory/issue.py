@@ -15,7 +15,6 @@ import numpy as np
 from odc.memory.pages import PageTable
 
 
-
 class Victims(Protocol):
     """Pages that can go."""
 

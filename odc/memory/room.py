@@ -19,7 +19,6 @@ from odc.memory.plan_sets import UNKNOWN_NS
 from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, VictimQueue
 
-
 _WRITE_QUEUE_BYTES = 48 * 1024 * 1024  # a line out with so much to write is a bottleneck
 _WEIGHED = 64  # victims among which clean ones are preferred
 

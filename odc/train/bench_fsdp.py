@@ -198,7 +198,9 @@ def _make_step(contender: Contender, rank: int, ranks: int) -> Callable[[], dict
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     torch.manual_seed(0)
     make = _blocks if contender.model == "blocks" else _transformer
-    model, optimizer, loss_of, counts = make(contender, torch.Generator().manual_seed(rank))
+    # A unit per expert hangs FSDP2 where ranks route to different experts: one stream for all.
+    generator = torch.Generator().manual_seed(0 if contender.model == "moe" else rank)
+    model, optimizer, loss_of, counts = make(contender, generator)
 
     def step() -> dict[str, Any]:
         dist.barrier()
