@@ -95,7 +95,7 @@ class Lookahead:
             self._clean(stores)
 
     def _situation(self) -> tuple[int, int, int, bool, bool]:
-        """What a schedule's loads ahead depend on: if none was possible, none is until it changes."""
+        """What a schedule's loads ahead depend on: where none was possible, until it changes."""
         transfers = self.transfers
         return (
             transfers.available,
