@@ -17,6 +17,7 @@ difference. The window is four passes, fading.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -62,9 +63,10 @@ class AutoScorer:
         self._loads = [np.asarray(load, np.float64) for load in loads]
         self._threshold = threshold
         count = len(self.rungs)
-        self._keep = float(np.exp(-1.0 / (WINDOW * len(self._loads))))
-        self.costs = np.zeros(count)  # fading sums
-        self._squares = np.zeros((count, count))  # of the differences between two rungs
+        self._keep = math.exp(-1.0 / (WINDOW * len(self._loads)))
+        self.costs = [0.0] * count  # fading sums
+        # By pair of rungs, higher first: fading sums of the squared differences of their costs.
+        self._squares = {(a, b): 0.0 for a in range(count) for b in range(a)}
         self._last = -1
         self._passes = 0
 
@@ -80,16 +82,18 @@ class AutoScorer:
         return self.rungs[self.in_charge].scores()
 
     def _charge(self, set_index: int, used: BoolArray) -> None:
-        loads = self._loads[set_index]
+        loads, keep = self._loads[set_index], self._keep
         share = min(max(self.busy(), _LEAST_BUSY), 1.0)
-        cost = np.empty(len(self.rungs))
+        needed = loads * used
+        worth = share * (loads - needed) - needed  # what loading each would have added
+        nothing = float(needed.sum())  # where none is loaded, all that are used are waited for
+        cost = []
         for number, rung in enumerate(self.rungs):
             loaded = rung.scores()[set_index, : len(used)] >= self._threshold
-            cost[number] = loads[used & ~loaded].sum() + share * loads[loaded & ~used].sum()
-        self.costs *= self._keep
-        self.costs += cost
-        self._squares *= self._keep
-        self._squares += np.subtract.outer(cost, cost) ** 2
+            cost.append(nothing + float(worth.dot(loaded)))
+            self.costs[number] = keep * self.costs[number] + cost[number]
+        for a, b in self._squares:
+            self._squares[a, b] = keep * self._squares[a, b] + (cost[a] - cost[b]) ** 2
         if set_index <= self._last:
             self._passes += 1
             if self._passes >= _LEAST_PASSES:
@@ -113,8 +117,8 @@ class AutoScorer:
 
     def _beats(self, one: int, other: int) -> bool:
         saved = self.costs[other] - self.costs[one]
-        noise = _SURE * float(np.sqrt(self._squares[one, other]))
-        return bool(saved > max(MARGIN * self.costs[other], noise))
+        noise = _SURE * math.sqrt(self._squares[max(one, other), min(one, other)])
+        return saved > max(MARGIN * self.costs[other], noise)
 
 
 def load_costs(stations: Stations) -> list[np.ndarray]:
