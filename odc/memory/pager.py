@@ -102,8 +102,12 @@ class Pager:
         if not self.library.as_expected:  # loads ahead were for another pass
             while self.transfers.cancel_one_prefetch():
                 pass
+        self.room.begin_pass(ctx)
         if self._rehearsal is not None:
-            self._rehearsal.begin_pass(self.transfers)
+            if self.room.planned:
+                self._rehearsal.begin_pass(self.transfers)
+            else:  # a schedule is an order of eviction
+                self._rehearsal.rest()
         if self._ahead is not None:
             self._ahead.begin_pass()
 
@@ -154,6 +158,8 @@ class Pager:
         self.room.time += 1
         visit = self._enter(group, phase)
         pages = self._pin(group, needs, part, visit, compute_ns)
+        if self.room.chooser is not None:
+            self.room.chooser.accessed(pages, self.transfers.num_frames)
         try:
             self._make_resident(pages)
         except Exception:
@@ -213,6 +219,8 @@ class Pager:
                 failed = failed or error
             if self.table.state[page] == PageState.RESIDENT:
                 self.transfers.drop(page)
+                if self.room.chooser is not None:
+                    self.room.chooser.dropped(page)
         if failed is not None:
             raise failed
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from odc.errors import BudgetError
+from odc.memory.auto_eviction import Auto
 from odc.memory.issue import take_victims
 from odc.memory.pages import PageTable
 from odc.memory.plan import LEAVES_NS, Prefetcher
@@ -36,6 +37,7 @@ class Room:
         queue: evictable pages in order.
         time: virtual time: accesses so far.
         lingering: pages that a schedule lets go may still be here, dirty.
+        chooser: the policy, if it chooses its order at the beginning of a pass.
     """
 
     def __init__(
@@ -51,12 +53,39 @@ class Room:
         self.prefetcher = prefetcher
         self.time = 0
         self.lingering = True
-        self._planned = prefetcher is not None and policy.planned
-        self._scores = np.zeros(len(table.pages))
+        self.chooser = policy if isinstance(policy, Auto) else None
+        if self.chooser is not None:
+            self.chooser.watch(table, prefetcher)
+        self._order = ""
+        self._version = -1
+        self._take_order()
+
+    def _take_order(self) -> None:
+        """Go by the plan, or by the policy's own scores."""
+        prefetcher = self.prefetcher
+        self._planned = prefetcher is not None and self.policy.planned
+        self._scores = np.zeros(len(self.table.pages))
         if prefetcher is not None and self._planned:
             self._scores = prefetcher.until
-        self.queue = VictimQueue(table, self._scores)
-        self._version = -1
+        elif self.chooser is not None:
+            self._scores = self.chooser.scores
+        self.queue = VictimQueue(self.table, self._scores)
+
+    def begin_pass(self, ctx: int) -> None:
+        """A pass in context ``ctx`` begins: the order of eviction may change."""
+        chooser = self.chooser
+        if chooser is None:
+            return
+        chooser.begin_pass(ctx)
+        if chooser.chosen != self._order:
+            self._order = chooser.chosen
+            self._take_order()
+            self.lingering = True
+
+    @property
+    def planned(self) -> bool:
+        """Evicts by the plan's times of next use."""
+        return self._planned
 
     @property
     def scheduled(self) -> bool:
@@ -96,6 +125,8 @@ class Room:
         prefetcher = self.prefetcher
         if prefetcher is not None:
             time = prefetcher.until[page] = prefetcher.next_use(page)
+            if self.chooser is not None:
+                self.chooser.released(page, self.time)
             if self._planned:
                 leaves = prefetcher.scheduled and time > LEAVES_NS
                 if leaves and not self._has_strangers():
@@ -104,6 +135,8 @@ class Room:
                     self.lingering = self.lingering or leaves
                     self.queue.push(page, time)
                 return
+        elif self.chooser is not None:
+            self.chooser.released(page, self.time)
         score = self._scores[page] = self.policy.score(page, self.time)
         self.queue.push(page, score)
 

@@ -81,6 +81,10 @@ class AutoScorer:
         """Those of the rung in charge (see ``SetScorer.scores``)."""
         return self.rungs[self.in_charge].scores()
 
+    def later_scores(self) -> FloatArray:
+        """Those of the lowest rung: of the visits behind the next it knows as much as any."""
+        return self.rungs[0].scores()
+
     def _charge(self, set_index: int, used: BoolArray) -> None:
         loads, keep = self._loads[set_index], self._keep
         share = min(max(self.busy(), _LEAST_BUSY), 1.0)

@@ -129,3 +129,7 @@ class MarkovScorer:
     def scores(self) -> FloatArray:
         """Scores as of the last visit (see ``SetScorer.scores``)."""
         return self._scores
+
+    def later_scores(self) -> FloatArray:
+        """Popularity: of the visits behind the next nothing else is known."""
+        return self._popularity.scores()
