@@ -243,6 +243,25 @@ class Pager:
         """The optimizer step is over."""
         self.library.end_update()
 
+    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
+        """Tell what the past cannot: P(group is used at its next forward visit), group by group.
+
+        Of members of sets it holds until their set is visited, of other groups for the pass that
+        runs: tell it behind ``begin_pass``. Wrong scores cost time, never a result; without a
+        prefetcher nothing reads them.
+
+        Args:
+            groups: group ids.
+            scores: 0 to 1, one for each.
+
+        Raises:
+            ValueError: the two differ in length.
+        """
+        if len(groups) != len(scores):
+            raise ValueError(f"scores must be one for each of {len(groups)}, got {len(scores)}")
+        if self.prefetcher is not None:
+            self.prefetcher.hint(groups, scores)
+
     def pause(self) -> None:
         """The time since the last call, and the visit that runs, are no computation."""
         self._mark = self._engine.now_ns()

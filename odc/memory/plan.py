@@ -283,6 +283,7 @@ class OrderPrefetcher:
         A layer that will be dropped has the score 0: told when its mask is drawn, it costs
         nothing.
         """
+        self._begin_pass_if_new()  # that would forget what is told here
         sets = self.sets.hint(groups, scores)
         order = self.library.order
         for group, score in zip(groups, scores, strict=True):
