@@ -8,7 +8,8 @@ until enough passes were charged, and where nothing is saved, it is the plan's. 
 costs little more than the best simple order and the switch.
 
 The passes in which a plan is still being made do not count: without a recorded order the plan's
-order is LRU's, and the pass after starts from what that left.
+order is LRU's, and the pass after starts from what that left. Ghosts take time, so that they run
+in the first passes of each context, and then in a round of passes in eight.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ MARGIN = 0.03  # saved before another order takes over
 WINDOW = 4.0  # passes of a context
 _FIRST = 2  # passes of a context that do not count
 _LEAST = 2  # passes that must have counted
+_WATCHED = 16  # first passes of a context in which ghosts run, and some behind them
+_ROUND, _REST = 12, 7  # then they run in rounds of passes, and rest for so many rounds
+_SETTLE = 4  # passes of a round that do not count: they start from what was there long ago
 PLAN = "plan"
 
 
@@ -56,11 +60,16 @@ class Auto(Lru):
 
     Attributes:
         chosen: the order of the pass that runs: ``plan``, ``lru``, ``mru`` or ``lfu``.
+        awake: ghosts run in this pass: it wants to be told of accesses and of what dies.
     """
 
     def __init__(self) -> None:
         self.ghosts: dict[str, Ghost] = {}
         self.chosen = PLAN
+        self.awake = True
+        self._round = _SETTLE  # passes since they woke up
+        self._stays = 0  # the pass until which they stay awake
+        self._passes = 0
         self._plan: PlanGhost | None = None
         self._prefetcher: Prefetcher | None = None
         self._version = -1
@@ -106,8 +115,11 @@ class Auto(Lru):
 
     def released(self, page: int, time: int) -> None:
         """A page's last use for now ended, at a virtual time."""
-        for ghost in self.ghosts.values():
-            ghost.release(page, time)
+        if self.awake:
+            for ghost in self.ghosts.values():
+                ghost.release(page, time)
+        elif self.chosen != PLAN:
+            self.ghosts[self.chosen].note(page, time)
 
     def dropped(self, page: int) -> None:
         """A page's content died."""
@@ -133,10 +145,21 @@ class Auto(Lru):
         if context.charged >= _LEAST:
             context.chosen = self._choose(context)
         self.chosen, self._ctx = context.chosen, context
+        self._passes += 1
+        if context.passes <= _WATCHED:
+            self._stays = self._passes + _ROUND
+        was_awake = self.awake
+        in_round = self._passes // _ROUND % (1 + _REST) == 0
+        self.awake = in_round or self._passes < self._stays
+        self._round = self._round + 1 if was_awake else 0
+        if self.awake and not was_awake:
+            for ghost in self.ghosts.values():
+                ghost.wake()
 
     def _charge(self) -> None:
         context = self._ctx
         counts = context is not None and context.passes > _FIRST
+        counts = counts and self.awake and self._round >= _SETTLE
         for name, ghost in self.ghosts.items():
             if context is not None and counts:
                 context.costs[name] = self._keep * context.costs.get(name, 0.0) + ghost.cost

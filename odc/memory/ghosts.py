@@ -17,7 +17,6 @@ import numpy as np
 from odc.memory.pages import PageTable
 from odc.memory.plan import LEAVES_NS
 from odc.memory.plan_sets import UNKNOWN_NS
-from odc.memory.victims import VictimQueue
 
 _HALF_LIFE = 1000.0  # accesses after which a use counts half: that of ``Lfu``
 
@@ -31,6 +30,7 @@ class Ghost(ABC):
 
     Attributes:
         cost: of loads so far.
+        is_here: by page.
         scores: (num_pages,) at the end of the last use; the highest goes first.
     """
 
@@ -39,7 +39,7 @@ class Ghost(ABC):
         self.scores = np.zeros(len(table.pages))
         self._frames = table.frames
         self._loads = loads
-        self._is_here = bytearray(len(table.pages))
+        self.is_here = bytearray(len(table.pages))
         self._used = 0
 
     def access(self, page: int, capacity: int, loads: bool) -> None:
@@ -50,39 +50,50 @@ class Ghost(ABC):
             capacity: frames there are.
             loads: its content is needed; else it is made fresh.
         """
-        if self._is_here[page]:
+        if self.is_here[page]:
             self._hold(page)
             return
         if loads:
             self.cost += self._loads[page]
-        self._is_here[page] = 1
+        self.is_here[page] = 1
         self._used += self._frames[page]
         while self._used > capacity:
             victim = self._victim()
             if victim < 0:
                 break  # all others are held: the pager would have refused
-            self._is_here[victim] = 0
+            self.is_here[victim] = 0
             self._used -= self._frames[victim]
 
     def release(self, page: int, time: int) -> None:
         """A use ended, at a virtual time (number of accesses)."""
-        if self._is_here[page]:
-            self._offer(page, time)
+        self.note(page, time)
+        if self.is_here[page]:
+            self._offer(page)
 
     def drop(self, page: int) -> None:
         """Its content died."""
-        if self._is_here[page]:
+        if self.is_here[page]:
             self._hold(page)
-            self._is_here[page] = 0
+            self.is_here[page] = 0
             self._used -= self._frames[page]
+
+    def wake(self) -> None:
+        """Goes on with what was there when it was last called; nothing is held."""
+        for page, here in enumerate(self.is_here):
+            if here:
+                self._offer(page)
+
+    @abstractmethod
+    def note(self, page: int, time: int) -> None:
+        """Score a page whose use ended."""
 
     @abstractmethod
     def _hold(self, page: int) -> None:
         """It cannot go."""
 
     @abstractmethod
-    def _offer(self, page: int, time: int) -> None:
-        """It can go."""
+    def _offer(self, page: int) -> None:
+        """It can go; it may have been offered before."""
 
     @abstractmethod
     def _victim(self) -> int:
@@ -102,16 +113,14 @@ class RecencyGhost(Ghost):
         self._sign = 1.0 if latest_first else -1.0
         self._order: OrderedDict[int, None] = OrderedDict()
 
+    def note(self, page: int, time: int) -> None:
+        self.scores[page] = self._sign * time
+
     def _hold(self, page: int) -> None:
         self._order.pop(page, None)
 
-    def _offer(self, page: int, time: int) -> None:
-        self._order.pop(page, None)
-        self._order[page] = None
-
-    def release(self, page: int, time: int) -> None:
-        self.scores[page] = self._sign * time
-        super().release(page, time)
+    def _offer(self, page: int) -> None:
+        self._order[page] = None  # at the end, as it was held; else it keeps its place
 
     def _victim(self) -> int:
         return self._order.popitem(self._latest_first)[0] if self._order else -1
@@ -126,17 +135,16 @@ class FrequencyGhost(Ghost):
         self._heap: list[tuple[float, int]] = []
         self._offered: dict[int, float] = {}
 
-    def release(self, page: int, time: int) -> None:
+    def note(self, page: int, time: int) -> None:
         now, before = time / _HALF_LIFE, self._count[page]
-        high, low = max(before, now), min(before, now)
-        self._count[page] = high + math.log2(1.0 + 2.0 ** (low - high))
-        self.scores[page] = -self._count[page]
-        super().release(page, time)
+        high, low = (before, now) if before > now else (now, before)
+        count = self._count[page] = high + math.log2(1.0 + 2.0 ** (low - high))
+        self.scores[page] = -count
 
     def _hold(self, page: int) -> None:
         self._offered.pop(page, None)
 
-    def _offer(self, page: int, time: int) -> None:
+    def _offer(self, page: int) -> None:
         count = self._offered[page] = self._count[page]
         heappush(self._heap, (count, page))
         if len(self._heap) > 4 * len(self._count) + 64:  # mostly of pages that were used again
@@ -164,29 +172,34 @@ class PlanGhost(Ghost):
     def __init__(self, table: PageTable, loads: list[float], until: np.ndarray) -> None:
         super().__init__(table, loads)
         self._until = until
-        self.is_evictable = bytearray(len(table.pages))
-        self.evictable = np.frombuffer(self.is_evictable, bool)
-        self._queue = VictimQueue(self, self.scores)
+        self._can_go = bytearray(len(table.pages))
+        self._mask = np.frombuffer(self._can_go, bool)
+        self._masked = np.zeros(len(table.pages))
+        self._is_stale = True
 
     def changed(self) -> None:
         """Many times have changed."""
-        adds = (self._until >= LEAVES_NS) & (self._until < UNKNOWN_NS / 8)
-        np.subtract(self._until, LEAVES_NS * adds, out=self.scores)
-        self._queue.invalidate()
+        self._is_stale = True
+
+    def note(self, page: int, time: int) -> None:
+        score = float(self._until[page])
+        self.scores[page] = score - LEAVES_NS if LEAVES_NS <= score < UNKNOWN_NS / 8 else score
 
     def _hold(self, page: int) -> None:
-        self.is_evictable[page] = 0
+        self._can_go[page] = 0
 
-    def _offer(self, page: int, time: int) -> None:
-        score = float(self._until[page])
-        if LEAVES_NS <= score < UNKNOWN_NS / 8:
-            score -= LEAVES_NS
-        self.scores[page] = score
-        self.is_evictable[page] = 1
-        self._queue.push(page, score)
+    def _offer(self, page: int) -> None:
+        self._can_go[page] = 1
 
     def _victim(self) -> int:
-        victim = next(self._queue.first(), -1)
-        if victim >= 0:
-            self.is_evictable[victim] = 0
+        if self._is_stale:
+            self._is_stale = False
+            adds = (self._until >= LEAVES_NS) & (self._until < UNKNOWN_NS / 8)
+            np.subtract(self._until, LEAVES_NS * adds, out=self.scores)
+        self._masked.fill(-np.inf)
+        np.copyto(self._masked, self.scores, where=self._mask)
+        victim = int(self._masked.argmax())
+        if not self._can_go[victim]:
+            return -1
+        self._can_go[victim] = 0
         return victim

@@ -158,7 +158,7 @@ class Pager:
         self.room.time += 1
         visit = self._enter(group, phase)
         pages = self._pin(group, needs, part, visit, compute_ns)
-        if self.room.chooser is not None:
+        if self.room.chooser is not None and self.room.chooser.awake:
             self.room.chooser.accessed(pages, self.transfers.num_frames)
         try:
             self._make_resident(pages)
@@ -219,7 +219,7 @@ class Pager:
                 failed = failed or error
             if self.table.state[page] == PageState.RESIDENT:
                 self.transfers.drop(page)
-                if self.room.chooser is not None:
+                if self.room.chooser is not None and self.room.chooser.awake:
                     self.room.chooser.dropped(page)
         if failed is not None:
             raise failed
