@@ -1,4 +1,4 @@
-"""Hints: what the runtime knows before a pass saves its stalls, and what is wrong changes nothing."""
+"""Hints: what is known before a pass saves its stalls, and what is wrong changes no result."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_hint_before_a_forward_reaches_its_plan(few_threads: None) -> None:
     )
     hinted: list[dict[int, float]] = []
     prefetcher = model.memory.prefetcher  # type: ignore[attr-defined]
-    model.layers[0].register_forward_pre_hook(
+    model.layers[2].register_forward_pre_hook(
         lambda *_: hinted.append(dict(prefetcher._hinted)), prepend=True
     )
     with torch.no_grad():

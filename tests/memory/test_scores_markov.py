@@ -1,4 +1,4 @@
-"""Markov scores: transitions are found where there are some, and popularity where there are none."""
+"""Markov scores: transitions where there are some, and popularity where there are none."""
 
 from __future__ import annotations
 
