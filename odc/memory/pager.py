@@ -218,9 +218,7 @@ class Pager:
             except Exception as error:
                 failed = failed or error
             if self.table.state[page] == PageState.RESIDENT:
-                self.transfers.drop(page)
-                if self.room.chooser is not None and self.room.chooser.awake:
-                    self.room.chooser.dropped(page)
+                self.room.drop(page)
         if failed is not None:
             raise failed
 

@@ -154,6 +154,12 @@ class Room:
             self.policy.evicted(page)
             self.transfers.evict(page)
 
+    def drop(self, page: int) -> None:
+        """A resident page's content died."""
+        self.transfers.drop(page)
+        if self.chooser is not None and self.chooser.awake:
+            self.chooser.dropped(page)
+
     def make(self, frames: int) -> None:
         """Free frames, whatever it takes.
 
