@@ -95,6 +95,11 @@ class Evict(enum.IntEnum):
     LRU = 0
     COST_AWARE = 1
     BELADY = 2
+    MRU = 3
+    FIFO = 4
+    LFU = 5
+    GDSF = 6
+    AUTO = 7
 
 
 class Prefetch(enum.IntEnum):
@@ -106,6 +111,8 @@ class Prefetch(enum.IntEnum):
     POPULARITY = 3
     PREDICTOR = 4
     ORACLE = 5
+    MARKOV = 6
+    AUTO = 7
 
 
 class CommOp(enum.IntEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -55,6 +55,48 @@ class PagedModule(nn.Module):
         if not groups:
             raise ValueError(f"no parameter's name begins with {prefix!r}")
         return self._odc_runtime.resident(groups, write)
+
+    def hint(self, modules: Sequence[str | nn.Module], scores: Sequence[float]) -> None:
+        """Tell the pager what it cannot know: which modules the next forward will use.
+
+        A layer that will be dropped gets 0, one that will certainly run 1: told when the mask is
+        drawn, it is neither loaded for nothing nor missing. In a forward the rest of that forward
+        is meant. Wrong scores cost time, never a result.
+
+        Args:
+            modules: modules of this model, or their names. Each stands for all parameters in it.
+            scores: for each, the probability that it runs, 0 to 1.
+
+        Raises:
+            ValueError: a module is unknown or has no pages of its own, a score is no probability,
+                or there are not as many scores as modules.
+        """
+        if len(modules) != len(scores):
+            raise ValueError(f"scores must be {len(modules)}, one a module, got {len(scores)}")
+        names = {id(module): name for name, module in self.named_modules()}
+        groups: dict[int, float] = {}
+        for module, score in zip(modules, scores, strict=True):
+            if not 0.0 <= score <= 1.0:
+                raise ValueError(f"scores must be probabilities from 0 to 1, got {score}")
+            for group in self._groups_in(module, names):
+                groups[group] = float(score)
+        self._odc_runtime.hint(list(groups), list(groups.values()))
+
+    def _groups_in(self, module: str | nn.Module, names: dict[int, str]) -> list[int]:
+        """The groups all of whose parameters are in a module."""
+        if isinstance(module, str):
+            if module not in names.values():
+                raise ValueError(f"modules: the model has no module {module!r}")
+            module = self.get_submodule(module)
+        elif id(module) not in names:
+            raise ValueError(f"modules: this {type(module).__name__} is no module of the model")
+        inside = {id(p) for p in module.parameters()}
+        found = [g for g in self._odc_runtime.groups if inside.issuperset(map(id, g.parameters))]
+        if not found:
+            raise ValueError(
+                f"modules: {names[id(module)]!r} has no pages of its own; name the layer around it"
+            )
+        return [g.group for g in found]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""

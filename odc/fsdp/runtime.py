@@ -57,6 +57,7 @@ class Runtime(Passes):
         self.updated_in_backward = False  # and opt.step() not called since
         self.num_steps = 0
         self.micro = 0  # backwards since the last update
+        self._hints: dict[int, float] = {}  # of the pass to come
         for group in groups:
             group.runtime = self
 
@@ -76,6 +77,16 @@ class Runtime(Passes):
         # even: training, by micro-step; odd: no gradient
         ctx = 2 * min(self.micro, self.accumulate - 1) if grad else 1
         self.manager.begin_pass(ctx, tokens)
+        if self._hints:
+            hints, self._hints = self._hints, {}
+            self.manager.hint(list(hints), list(hints.values()))
+
+    def hint(self, groups: list[int], scores: list[float]) -> None:
+        """Scores for the forward that runs, else for the next one."""
+        if self.stack:
+            self.manager.hint(groups, scores)
+        else:
+            self._hints.update(zip(groups, scores, strict=True))
 
     def check_backward(self) -> None:
         if torch.is_grad_enabled() and not self.manager.unlimited:

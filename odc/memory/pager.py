@@ -102,8 +102,12 @@ class Pager:
         if not self.library.as_expected:  # loads ahead were for another pass
             while self.transfers.cancel_one_prefetch():
                 pass
+        self.room.begin_pass(ctx)
         if self._rehearsal is not None:
-            self._rehearsal.begin_pass(self.transfers)
+            if self.room.planned:
+                self._rehearsal.begin_pass(self.transfers)
+            else:  # a schedule is an order of eviction
+                self._rehearsal.rest()
         if self._ahead is not None:
             self._ahead.begin_pass()
 
@@ -154,6 +158,8 @@ class Pager:
         self.room.time += 1
         visit = self._enter(group, phase)
         pages = self._pin(group, needs, part, visit, compute_ns)
+        if self.room.chooser is not None and self.room.chooser.awake:
+            self.room.chooser.accessed(pages, self.transfers.num_frames)
         try:
             self._make_resident(pages)
         except Exception:
@@ -212,7 +218,7 @@ class Pager:
             except Exception as error:
                 failed = failed or error
             if self.table.state[page] == PageState.RESIDENT:
-                self.transfers.drop(page)
+                self.room.drop(page)
         if failed is not None:
             raise failed
 
@@ -234,6 +240,25 @@ class Pager:
     def end_update(self) -> None:
         """The optimizer step is over."""
         self.library.end_update()
+
+    def hint(self, groups: Sequence[int], scores: Sequence[float]) -> None:
+        """Tell what the past cannot: P(group is used at its next forward visit), group by group.
+
+        Of members of sets it holds until their set is visited, of other groups for the pass that
+        runs: tell it behind ``begin_pass``. Wrong scores cost time, never a result; without a
+        prefetcher nothing reads them.
+
+        Args:
+            groups: group ids.
+            scores: 0 to 1, one for each.
+
+        Raises:
+            ValueError: the two differ in length.
+        """
+        if len(groups) != len(scores):
+            raise ValueError(f"scores must be one for each of {len(groups)}, got {len(scores)}")
+        if self.prefetcher is not None:
+            self.prefetcher.hint(groups, scores)
 
     def pause(self) -> None:
         """The time since the last call, and the visit that runs, are no computation."""

@@ -43,12 +43,14 @@ class SetTimes:
         self.library = library
         self.stations = library.stations
         self.scorer = scorer
+        # What is sharp of the next visit says little of those behind it.
+        self._later_scores = getattr(scorer, "later_scores", scorer.scores)
         self.until = until
         self.later = np.full(len(until), UNKNOWN_NS)
         self.holds = bytearray(len(until))
         self.station = [-1] * len(until)
         self.hints: dict[int, dict[int, float]] = {}  # set -> member -> score
-        self._guessed: dict[tuple[int, float], list[int]] = {}  # until scores or hints change
+        self._guessed: dict[tuple[int, float, bool], list[int]] = {}  # until scores or hints change
         for groups in self.stations.sets:
             station = self.stations.of_group[groups[0]]
             for page in self.stations.pages(station, _ALL)[0].tolist():
@@ -82,6 +84,11 @@ class SetTimes:
             scores[member] = score
         return scores
 
+    def later_chances(self, set_index: int) -> np.ndarray:
+        """(num_members,) P(used at a forward visit behind the next), float64."""
+        count = len(self.stations.sets[set_index])
+        return np.array(self._later_scores()[set_index, :count], np.float64)
+
     def known(self, entry: Entry, set_index: int, cycle: int) -> np.ndarray | None:
         """The members that an entry is known to use, or None."""
         if cycle or entry.phase in _FORWARD:
@@ -94,12 +101,13 @@ class SetTimes:
         """Members that an entry needs, surely or likely enough, in the order of their use."""
         if self.known(entry, set_index, cycle) is not None:
             return self.library.taped(set_index, entry.phase)
-        guessed = self._guessed.get((set_index, threshold))
+        is_next = cycle <= (self.library.tape[set_index] is not None)
+        guessed = self._guessed.get((set_index, threshold, is_next))
         if guessed is None:
-            scores = self.chances(set_index)
+            scores = self.chances(set_index) if is_next else self.later_chances(set_index)
             likely = np.flatnonzero(scores >= threshold)
             guessed = likely[np.argsort(-scores[likely], kind="stable")].tolist()
-            self._guessed[set_index, threshold] = guessed
+            self._guessed[set_index, threshold, is_next] = guessed
         return guessed
 
     def rekey(self, set_index: int, passes: Passes, remaining: Sequence[int]) -> None:
@@ -162,13 +170,20 @@ class SetTimes:
     def _visits(
         self, station: int, set_index: int, scores: np.ndarray, passes: Passes
     ) -> Iterator[tuple[float, Entry, np.ndarray, bool]]:
-        """Visits of a set ahead: time, entry, P(member is used), and whether that is a guess."""
+        """Visits of a set ahead: time, entry, P(member is used), and whether that is a guess.
+
+        The scores are of the next forward visit, and of what mirrors it.
+        """
+        later, next_cycle = self.later_chances(set_index), -1
         for cycle, (order, start) in enumerate(passes[:_PASSES]):
             places = order.of_station.get(station, ())
             first = bisect_right(places, self.library.position) if cycle == 0 else 0
             for place in places[first:]:
                 entry = order.entries[place]
                 known = self.known(entry, set_index, cycle)
-                guessed = known is None
-                chances = scores if known is None else known.astype(np.float64)
-                yield start + order.start_ns[place], entry, chances, guessed
+                if known is not None:
+                    chances = known.astype(np.float64)
+                else:
+                    next_cycle = cycle if next_cycle < 0 else next_cycle
+                    chances = scores if cycle == next_cycle else later
+                yield start + order.start_ns[place], entry, chances, known is None

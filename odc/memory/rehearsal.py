@@ -62,6 +62,11 @@ class Rehearsal:
         )
         self._follow(self._schedule(key, orders, rates), orders, -first % len(contexts))
 
+    def rest(self) -> None:
+        """A pass that follows no schedule has begun."""
+        self._followed = None
+        self.prefetcher.follow(None, [], [])
+
     def _follow_run(self, transfers: Transfers, rates: Rates | None) -> None:
         """A pass that is no part of a cycle: a schedule for it alone, from what is resident.
 

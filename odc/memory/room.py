@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 
 from odc.errors import BudgetError
+from odc.memory.auto_eviction import Auto
 from odc.memory.issue import take_victims
 from odc.memory.pages import PageTable
 from odc.memory.plan import LEAVES_NS, Prefetcher
@@ -63,6 +64,7 @@ class Room:
         scores: (num_pages,) the higher, the sooner a page goes.
         time: virtual time: accesses so far.
         lingering: pages that a schedule lets go may still be here.
+        chooser: the policy, if it chooses its order at the beginning of a pass.
     """
 
     def __init__(
@@ -78,12 +80,39 @@ class Room:
         self.prefetcher = prefetcher
         self.time = 0
         self.lingering = True
-        self._planned = prefetcher is not None and policy.planned
-        self.scores = np.zeros(len(table.pages))
+        self.chooser = policy if isinstance(policy, Auto) else None
+        if self.chooser is not None:
+            self.chooser.watch(table, prefetcher)
+        self._order = ""
+        self._version = -1
+        self._take_order()
+
+    def _take_order(self) -> None:
+        """Go by the plan, or by the policy's own scores."""
+        prefetcher = self.prefetcher
+        self._planned = prefetcher is not None and self.policy.planned
+        self.scores = np.zeros(len(self.table.pages))
         if prefetcher is not None and self._planned:
             self.scores = prefetcher.until
-        self.queue = VictimQueue(table, self.scores)
-        self._version = -1
+        elif self.chooser is not None:
+            self.scores = self.chooser.scores
+        self.queue = VictimQueue(self.table, self.scores)
+
+    def begin_pass(self, ctx: int) -> None:
+        """A pass in context ``ctx`` begins: the order of eviction may change."""
+        chooser = self.chooser
+        if chooser is None:
+            return
+        chooser.begin_pass(ctx)
+        if chooser.chosen != self._order:
+            self._order = chooser.chosen
+            self._take_order()
+            self.lingering = True
+
+    @property
+    def planned(self) -> bool:
+        """Evicts by the plan's times of next use."""
+        return self._planned
 
     @property
     def scheduled(self) -> bool:
@@ -125,6 +154,8 @@ class Room:
         prefetcher = self.prefetcher
         if prefetcher is not None:
             time = prefetcher.until[page] = prefetcher.next_use(page)
+            if self.chooser is not None:
+                self.chooser.released(page, self.time)
             if self._planned:
                 leaves = prefetcher.scheduled and time > LEAVES_NS
                 if leaves and not self._has_strangers():
@@ -133,6 +164,8 @@ class Room:
                     self.lingering = self.lingering or leaves
                     self.queue.push(page, time)
                 return
+        elif self.chooser is not None:
+            self.chooser.released(page, self.time)
         score = self.scores[page] = self.policy.score(page, self.time)
         self.queue.push(page, score)
 
@@ -160,6 +193,12 @@ class Room:
         for page in pages:
             self.policy.evicted(page)
             self.transfers.evict(page)
+
+    def drop(self, page: int) -> None:
+        """A resident page's content died."""
+        self.transfers.drop(page)
+        if self.chooser is not None and self.chooser.awake:
+            self.chooser.dropped(page)
 
     def make(self, frames: int) -> None:
         """Free frames, whatever it takes.

@@ -40,6 +40,9 @@ class SetScorer(Protocol):
         After set l was observed, rows above l speak of this pass, rows up to l of the next pass.
         Members that a smaller set does not have score 0. The array belongs to the scorer and
         changes at the next `observe`: read it at once, copy it to keep it.
+
+        A scorer may also have `later_scores`, of the same shape: of the visits behind the next
+        one. Without it `scores` stands for those too.
         """
 
 

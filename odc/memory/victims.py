@@ -20,13 +20,11 @@ _LOW = 160  # with fewer the front is made anew: a page of 256 MiB may need 128
 
 
 class EvictionPolicy(Protocol):
-    """Scores pages for eviction.
+    """Scores pages for eviction."""
 
-    Attributes:
-        planned: goes by the plan's times of next use where there is a plan.
-    """
-
-    planned: bool
+    @property
+    def planned(self) -> bool:
+        """Whether it goes by the plan's times of next use where there is a plan."""
 
     def arrived(self, page: int, time: int) -> None:
         """A page came into frames, at a virtual time (number of accesses)."""

@@ -21,6 +21,7 @@ from odc.memory.manager import MemoryManager, PrefetchFactory
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageTable
 from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
+from odc.memory.scores_auto import auto_prefetcher
 from odc.train.config import Config
 from odc.train.config_schema import MemoryConfig
 from odc.train.models import Transformer, build_model, init_parameter, initializer
@@ -183,10 +184,14 @@ def _prefetch_factory(memory: MemoryConfig, first_step: int) -> PrefetchFactory:
         return predictor_factory(memory.predictor_path, memory.predictor)
     if memory.prefetch == "oracle":
         return _oracle_factory(memory, first_step)
+    if memory.prefetch == "auto" and memory.predictor_path is not None:
+        return predictor_factory(memory.predictor_path, with_rungs=True)
     return prefetch_factory(memory.prefetch)
 
 
-def predictor_factory(path: str | Path | None, kind: str | None = None) -> PrefetchFactory:
+def predictor_factory(
+    path: str | Path | None, kind: str | None = None, with_rungs: bool = False
+) -> PrefetchFactory:
     """Returns the factory of the tape with a learned scorer.
 
     The folder is read when the factory is called: only then are the model's sets known.
@@ -194,6 +199,7 @@ def predictor_factory(path: str | Path | None, kind: str | None = None) -> Prefe
     Args:
         path: Folder made by `odc predictor train`.
         kind: Kind that must lie there; `None` takes any.
+        with_rungs: The learned scorer must beat those that need no training, or it stays off.
     """
     assert path is not None, "the configuration refuses a predictor without a path"
 
@@ -216,6 +222,8 @@ def predictor_factory(path: str | Path | None, kind: str | None = None) -> Prefe
                 f"memory.predictor: got {kind!r}, but {path} holds a predictor of kind "
                 f"{loaded.kind!r}; name that kind or another folder"
             )
+        if with_rungs:
+            return auto_prefetcher(library, limits, loaded.scorer())
         return OrderPrefetcher(library, loaded.scorer(), limits)
 
     return make

@@ -256,13 +256,13 @@ class MemoryConfig(Section):
     )
     evict_strategy: str = setting(
         "cost_aware",
-        checks.choice("lru", "cost_aware", "belady", later=("mru", "fifo", "lfu", "gdsf", "auto")),
+        checks.choice("lru", "mru", "fifo", "lfu", "gdsf", "cost_aware", "belady", "auto"),
         "which page goes when room is needed",
     )
     prefetch: str = setting(
         "popularity",
         checks.choice(
-            "none", "next_k", "replay", "popularity", "predictor", "oracle", later=("auto",)
+            "none", "next_k", "replay", "popularity", "markov", "predictor", "oracle", "auto"
         ),
         "how pages are chosen to be loaded ahead",
     )
@@ -310,10 +310,11 @@ class MemoryConfig(Section):
                     "memory.predictor: got 'none' with memory.prefetch predictor; "
                     "allowed: sklearn, lstm"
                 )
-            if self.predictor_path is not None:
+            if self.predictor_path is not None and self.prefetch != "auto":
                 found.append(
                     f"memory.predictor_path: got {self.predictor_path!r} with memory.predictor "
-                    "none; name the predictor (sklearn, lstm) or leave the path out"
+                    "none; name the predictor (sklearn, lstm), set memory.prefetch auto, or leave "
+                    "the path out"
                 )
             return found
         found = []

@@ -8,12 +8,15 @@ from collections.abc import Callable
 
 import odc.memory.manager as managing
 from odc.errors import ConfigError
+from odc.memory.auto_eviction import Auto
 from odc.memory.manager import PrefetchFactory
 from odc.memory.next_k import NextKPrefetcher
 from odc.memory.orders import OrderLibrary
 from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
 from odc.memory.replay import Workload, oracle_factory
 from odc.memory.scores import ReplayScorer
+from odc.memory.scores_auto import auto_prefetcher
+from odc.memory.scores_markov import MarkovScorer
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Fifo, Gdsf, Lfu, Lru, Mru
 
 EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
@@ -24,6 +27,7 @@ EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
     "gdsf": Gdsf,
     "cost_aware": CostAware,
     "belady": Belady,
+    "auto": Auto,
 }
 # Without knowledge of the future these order by last use: no row of their own under `none`.
 _PLANNED = ("cost_aware", "belady")
@@ -47,12 +51,22 @@ def _popularity(library: OrderLibrary, limits: Limits) -> Prefetcher:
     return managing.popularity(library, limits)
 
 
+def _markov(library: OrderLibrary, limits: Limits) -> Prefetcher:
+    return OrderPrefetcher(library, MarkovScorer(library.stations.members), limits)
+
+
+def _auto(library: OrderLibrary, limits: Limits) -> Prefetcher:
+    return auto_prefetcher(library, limits)
+
+
 # Those that need nothing but their name; an oracle also needs the future, a predictor its folder.
 PREFETCHES: dict[str, PrefetchFactory] = {
     "none": _no_prefetcher,
     "next_k": _next_k,
     "replay": _replay,
     "popularity": _popularity,
+    "markov": _markov,
+    "auto": _auto,
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from odc.errors import ConfigError
+from odc.memory.auto_eviction import Auto
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.manager import PrefetchFactory
 from odc.memory.replay import Link, SimResult, Workload, oracle_factory, simulate
@@ -160,7 +161,7 @@ def _format_row(row: PolicyRow, label: str) -> str:
 def _policies(
     workload: Workload, models: Sequence[Path], own: str
 ) -> Iterator[tuple[str, EvictionPolicy, PrefetchFactory | None]]:
-    names = ["lru+none", "lru+next_k", "lru+replay", "cost_aware+popularity"]
+    names = ["lru+none", "lru+next_k", "lru+replay", "cost_aware+popularity", "cost_aware+markov"]
     eviction, _, prefetch = own.partition("+")
     # So that what was measured has its like, where no model and no future is needed for it.
     if own not in names and eviction in EVICTIONS and prefetch in PREFETCHES:
@@ -169,6 +170,9 @@ def _policies(
         yield name, *make_policy(name, workload)
     for path in models:
         yield f"cost_aware+{_kind(path)}", CostAware(), predictor_factory(path)
+    yield "auto+auto", *make_policy("auto+auto", workload)
+    for path in models:
+        yield f"auto+auto({_kind(path)})", Auto(), predictor_factory(path, with_rungs=True)
     yield "belady+oracle", Belady(), oracle_factory(workload)
 
 

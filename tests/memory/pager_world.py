@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from odc.errors import BudgetError, PageIOError
+from odc.memory.auto_eviction import Auto
 from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool
@@ -103,7 +104,7 @@ class World:
             self.table,
             library,
             self.transfers,
-            rng.choice((Lru(), CostAware(), Belady(), Mru(), Fifo(), Lfu(), Gdsf())),
+            rng.choice((Lru(), CostAware(), Belady(), Mru(), Fifo(), Lfu(), Gdsf(), Auto())),
             self._prefetcher(library),
             Tuning(
                 flight_bytes=rng.choice((2, 8, 64)) * FRAME_BYTES,

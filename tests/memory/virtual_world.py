@@ -12,6 +12,7 @@ import contextlib
 import random
 
 from odc.errors import BudgetError, PageIOError
+from odc.memory.auto_eviction import Auto
 from odc.memory.engines.base import CommandKind, Priority, Ticket, TierSpeed
 from odc.memory.engines.virtual import VirtualEngine
 from odc.memory.events import Kind, Op, Phase, Tier
@@ -61,7 +62,7 @@ class VirtualWorld:
             self.table,
             OrderLibrary(Stations(self.table, [(1, 2, 3)])),
             self.transfers,
-            CostAware(),
+            rng.choice((CostAware(), Auto())),
             RandomPrefetcher(self.table, seed),
             Tuning(flight_bytes=rng.choice((8, 64)) * FRAME_BYTES, early_stores=4),
         )

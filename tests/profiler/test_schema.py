@@ -63,7 +63,10 @@ def test_a_packed_row_is_a_record() -> None:
 def test_schema_metadata_explains_the_codes() -> None:
     codes = json.loads(schema.NEED.schema().metadata[b"odc.codes"])
     assert codes["act"]["early_write_back"] == 3
-    assert codes["evict"] == {"lru": 0, "cost_aware": 1, "belady": 2}
+    evict = ["lru", "cost_aware", "belady", "mru", "fifo", "lfu", "gdsf", "auto"]
+    assert codes["evict"] == {name: code for code, name in enumerate(evict)}
+    prefetch = ["none", "next_k", "replay", "popularity", "predictor", "oracle", "markov", "auto"]
+    assert codes["prefetch"] == {name: code for code, name in enumerate(prefetch)}
 
 
 def test_policy_names_and_codes_are_inverse() -> None:
@@ -76,7 +79,7 @@ def test_policy_names_and_codes_are_inverse() -> None:
 
 
 def test_an_unknown_policy_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="lru, cost_aware, belady, got 'fifo'"):
-        schema.policy_code("fifo", "none")
+    with pytest.raises(ValueError, match="gdsf, auto, got 'arc'"):
+        schema.policy_code("arc", "none")
     with pytest.raises(ValueError, match="got 255"):
         schema.policy_name(255)
