@@ -262,7 +262,7 @@ class MemoryConfig(Section):
     prefetch: str = setting(
         "popularity",
         checks.choice(
-            "none", "next_k", "replay", "popularity", "markov", "predictor", "oracle", "auto"
+            "none", "next_k", "replay", "popularity", "markov", "auto", "predictor", "oracle"
         ),
         "how pages are chosen to be loaded ahead",
     )
