@@ -18,6 +18,11 @@ _EPILOG = """\
 examples:
   odc bench fsdp
   odc bench fsdp --model dense --dtype fp32,bf16 --ranks 2 --repeats 9 -o fsdp.md
+  odc bench fsdp --sizes 8,16,32,64,128,256 -o fsdp.md
+
+With --sizes a stack of 3 blocks is measured in place of the models, each block one group of that
+many MB of fp32 parameters; its table is appended to the file. Processes of all contenders are
+there at once: together they need 2 GB and about 45 times a size.
 
 Steps of all contenders are taken in turn, each in processes of its own with one thread a rank.
 exposed: the step less the same step with collectives that move nothing.
@@ -41,9 +46,12 @@ def add_parser(commands: Any) -> None:
     )
     fsdp.add_argument("--model", default="dense,moe", metavar="dense,moe", help="default: both")
     fsdp.add_argument("--dtype", default="fp32,bf16", metavar="fp32,bf16", help="default: both")
+    fsdp.add_argument(
+        "--sizes", metavar="8,16,...", help="MB of a group: measure blocks in place of the models"
+    )
     fsdp.add_argument("--ranks", type=int, default=2, metavar="N", help="processes; default: 2")
     fsdp.add_argument("--repeats", type=int, default=9, metavar="N", help="steps each; default: 9")
-    fsdp.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="write the table too")
+    fsdp.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="write the tables too")
     fsdp.add_argument("--json", action="store_true", help="print all figures")
     fsdp.set_defaults(run=run)
     bench_paging.add_parser(kinds)
@@ -59,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.ranks < 2 or args.repeats < 1:
         raise UsageError("--ranks must be at least 2 and --repeats at least 1")
+    if args.sizes is not None:
+        return _run_grid(args, _sizes(args.sizes), dtypes)
     tables = {}
     for model in models:
         for dtype in dtypes:
@@ -69,8 +79,63 @@ def run(args: argparse.Namespace) -> int:
         rows = [dataclasses.asdict(one) for found in tables.values() for one in found]
         print(json.dumps(rows, indent=2))
     if args.output is not None:
-        _write(args, tables)
+        title = f"# fully_shard beside FSDP2, {args.ranks} ranks over gloo"
+        text = [line for key, rows in tables.items() for line in _lines(*key, rows)]
+        _write(args.output, "\n".join([title, "", _setting(args), "", *text]), "w")
     return 0
+
+
+def _run_grid(args: argparse.Namespace, sizes: list[int], dtypes: list[str]) -> int:
+    """A line for each size and dtype, printed and written as soon as it is measured."""
+    from odc.train.bench_fsdp import Contender, measure
+
+    title = f"# fully_shard beside FSDP2 by size of a group, {args.ranks} ranks over gloo"
+    _put(args, [title, "", _setting(args), ""], printed=False)
+    _put(args, _GRID)
+    found = []
+    for dtype in dtypes:
+        for size in sizes:
+            ours = Contender("odc", "odc", "blocks", dtype, size * 10**6)
+            plain = dataclasses.replace(ours, name="FSDP2", impl="fsdp2")
+            huge = dataclasses.replace(plain, name="FSDP2, huge pages", huge_pages=True)
+            rows = measure([ours, plain, huge], args.ranks, args.repeats)
+            found += rows
+            _put(args, [_grid_line(size, rows)])
+    _put(args, [""], printed=False)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
+    return 0
+
+
+def _put(args: argparse.Namespace, lines: Sequence[str], printed: bool = True) -> None:
+    """Appends lines to the file, if there is one, and shows them."""
+    text = "".join(f"{line}\n" for line in lines)
+    if printed and not args.json:
+        print(text, end="", flush=True)
+    if args.output is not None:
+        _write(args.output, text, "a")
+
+
+_GRID = (
+    "| MB a group | dtype | odc s (least-most) | FSDP2 s | FSDP2, huge pages s | peak MB | "
+    "odc faster than the better (least-most of pairs) |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def _grid_line(size: int, rows: "Sequence[Measured]") -> str:
+    """One size: all contenders, and odc against the FSDP2 whose median is less."""
+    ours, *theirs = rows
+    steps = [f"{one.step_s:.3f} ({one.least_s:.3f}-{one.most_s:.3f})" for one in rows]
+    peaks = " / ".join(f"{one.peak_bytes / 1e6:.0f}" for one in rows)
+    ratio = _ratio(ours, min(theirs, key=lambda one: one.step_s))
+    cells = (str(size), ours.contender.dtype, *steps, peaks, ratio)
+    return f"| {' | '.join(cells)} |"
+
+
+def _ratio(ours: "Measured", other: "Measured") -> str:
+    pairs = [b / a for a, b in zip(ours.steps, other.steps, strict=True)]
+    return f"{statistics.median(pairs):.2f}x ({min(pairs):.2f}-{max(pairs):.2f})"
 
 
 def _compare(model: str, dtype: str, ranks: int, repeats: int) -> "list[Measured]":
@@ -113,8 +178,7 @@ def _lines(model: str, dtype: str, rows: "Sequence[Measured]") -> list[str]:
     ]
     for at in range(0, len(rows), 4):
         ours, other, null_ours, null_other = rows[at : at + 4]
-        pairs = [b / a for a, b in zip(ours.steps, other.steps, strict=True)]
-        ratio = f"{statistics.median(pairs):.2f}x ({min(pairs):.2f}-{max(pairs):.2f})"
+        ratio = _ratio(ours, other)
         for one, null, said in ((ours, null_ours, ""), (other, null_other, ratio)):
             cpu = f"{ours.cpu_s / other.cpu_s:.2f}" if said else ""
             lines.append(
@@ -126,21 +190,18 @@ def _lines(model: str, dtype: str, rows: "Sequence[Measured]") -> list[str]:
     return [*lines, ""]
 
 
-def _write(args: argparse.Namespace, tables: "dict[tuple[str, str], list[Measured]]") -> None:
+def _setting(args: argparse.Namespace) -> str:
     from odc.train.run_dir import machine
 
-    text = [
-        f"# fully_shard beside FSDP2, {args.ranks} ranks over gloo",
-        "",
-        f"{json.dumps(machine())}; {args.repeats} steps each, in turn; medians.",
-        "",
-    ]
-    for (model, dtype), rows in tables.items():
-        text += _lines(model, dtype, rows)
+    return f"{json.dumps(machine())}; {args.repeats} steps each, in turn; medians."
+
+
+def _write(path: Path, text: str, mode: str) -> None:
     try:
-        args.output.write_text("\n".join(text), encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
-        raise UsageError(f"{args.output}: cannot be written ({error.strerror})") from error
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def choices(text: str, allowed: Sequence[str], option: str) -> list[str]:
@@ -154,3 +215,13 @@ def choices(text: str, allowed: Sequence[str], option: str) -> list[str]:
     if wrong:
         raise UsageError(f"{option}: got {wrong[0]!r}; allowed: {', '.join(allowed)}")
     return chosen
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(word) for word in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UsageError(f"--sizes: expected whole numbers of MB, as in 8,32; got {text!r}")
+    return sizes

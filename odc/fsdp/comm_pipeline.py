@@ -101,7 +101,8 @@ class Job:
     error: Exception | None = None
 
     def finish(self, error: Exception | None) -> None:
-        """Tell whoever waits, once."""
+        """Tell whoever waits, once. What was to follow keeps the `Comm` alive no longer."""
+        self.then = None
         if not self.done.is_set():
             self.error, self.ended_ns = error, time.perf_counter_ns()
             self.done.set()

@@ -34,14 +34,28 @@ class GatherPool:
     Args:
         limit_bytes: what is kept for reuse. More is allocated where it is needed, given back to the
             system after use, and warned about once.
+
+    Attributes:
+        strict: somebody chose the limit: what could wait does, rather than go beyond it.
+        taken_bytes, peak_bytes: of frames that are in use, now and at most.
+        gathered_bytes, gradient_bytes: of the buffers that are in use, this rank's parts included.
+            Frames are not the same on all ranks, these are: what decides about collectives asks
+            them.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self.strict = True
         self.taken_bytes = 0
         self.peak_bytes = 0
+        self.gathered_bytes = 0
+        self.gradient_bytes = 0
         self._frames = make_pool(0)
         self._warned = False
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much may be there at once; ranks that ask about the same agree."""
+        return not self.strict or num_bytes <= self.limit_bytes
 
     def take(self, address: int, num_frames: int, lasting: bool = False) -> None:
         """Move frames to an address; `lasting` ones do not count towards the limit."""
@@ -53,7 +67,7 @@ class GatherPool:
             return
         self.taken_bytes += num_frames * FRAME_BYTES
         self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
-        if self.taken_bytes > self.limit_bytes and not self._warned:
+        if self.strict and self.taken_bytes > self.limit_bytes and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{format_bytes(self.taken_bytes)} are gathered at once, more than dbuffer_size "
@@ -81,6 +95,9 @@ class Storage(Protocol):
 
     def give(self) -> None:
         """Give the memory up, but for the part that is kept."""
+
+    def forget(self) -> None:
+        """It is not to be given up: it goes with the last tensor that looks at it."""
 
 
 class FrameStorage:
@@ -129,6 +146,9 @@ class FrameStorage:
         for address, num_frames in self._rest:
             self._pool.give(address, num_frames)
 
+    def forget(self) -> None:
+        self._pool.taken_bytes -= sum(num_frames for _, num_frames in self._rest) * FRAME_BYTES
+
 
 class ResizedStorage:
     """Device memory whose storage is resized to nothing and back."""
@@ -143,6 +163,9 @@ class ResizedStorage:
 
     def give(self) -> None:
         self.tensor.untyped_storage().resize_(0)
+
+    def forget(self) -> None:
+        """The allocator knows."""
 
 
 @dataclass
@@ -260,12 +283,14 @@ class DBuffer:
             if not part.in_place:
                 part.full.tensor[part.own].copy_(part.local)
         self.gathered = True
+        self.pool.gathered_bytes += self.full_bytes
         return [part.full.tensor for part in self.parts]
 
     def give_full(self) -> None:
         """Gives the full buffers up; the slices stay."""
         if self.gathered:
             self.gathered = False
+            self.pool.gathered_bytes -= self.full_bytes
             for part in self.parts:
                 part.full.give()
 
@@ -273,6 +298,7 @@ class DBuffer:
         """Makes room for the gradients of the whole group; their content is undefined."""
         if not self.has_gradients:
             self.has_gradients = True
+            self.pool.gradient_bytes += self.gradient_bytes
             for part in self.parts:
                 part.gradient.take()
 
@@ -288,8 +314,20 @@ class DBuffer:
         """Gives the gradient buffers up."""
         if self.has_gradients:
             self.has_gradients = False
+            self.pool.gradient_bytes -= self.gradient_bytes
             for part in self.parts:
                 part.gradient.give()
+
+    def __del__(self) -> None:
+        """A model may be dropped while it is gathered."""
+        if self.gathered:
+            self.pool.gathered_bytes -= self.full_bytes
+            for part in self.parts:
+                part.full.forget()
+        if self.has_gradients:
+            self.pool.gradient_bytes -= self.gradient_bytes
+            for part in self.parts:
+                part.gradient.forget()
 
     # -- the whole group at once -----------------------------------------------------------------
 
@@ -313,4 +351,9 @@ class DBuffer:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full buffers."""
-        return sum(part.full.tensor.numel() * part.full.tensor.itemsize for part in self.parts)
+        return sum(part.full.tensor.nbytes for part in self.parts)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient buffers."""
+        return sum(part.gradient.tensor.nbytes for part in self.parts)

@@ -134,7 +134,7 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     granularity: GranularityLike = "block",
-    dbuffer_size: int | str = DBUFFER_SIZE,
+    dbuffer_size: int | str | None = None,
     planner: str = "optimal",
     max_buffers: int = MAX_BUFFERS,
 ) -> M:
@@ -151,7 +151,10 @@ def fully_shard(
         mp_policy: dtypes of compute, reduction and outputs.
         ignored_params: parameters that stay as they are on every rank.
         granularity: what stays together on one rank; see `odc.sharding`.
-        dbuffer_size: bytes of full parameters and unreduced gradients kept for reuse.
+        dbuffer_size: bytes of full parameters and unreduced gradients kept for reuse, for all
+            models on a device. Where it is too small for that, no group is gathered ahead, and none
+            reduced while the next one's gradients arrive. `None`: what that takes, at least 256
+            MiB.
         planner: `optimal` or `greedy`.
         max_buffers: sub-buffers of a group at most.
 
@@ -171,7 +174,9 @@ def fully_shard(
     _check(mesh, reshard_after_forward, offload_policy)
     device = _device(mesh)
     pool = _POOLS.setdefault(device, GatherPool(0))
-    pool.limit_bytes = max(pool.limit_bytes, parse_size(dbuffer_size))
+    pool.strict = pool.strict and dbuffer_size is not None
+    chosen_bytes = DBUFFER_SIZE if dbuffer_size is None else parse_size(dbuffer_size)
+    pool.limit_bytes = max(pool.limit_bytes, chosen_bytes)
     policy = mp_policy or MixedPrecisionPolicy()
     places = managed_places(modules, ignored_params or ())
     _check_placements(places, shard_placement_fn)
@@ -296,24 +301,9 @@ def _make_runtime(root: nn.Module, state: FullyShardState) -> ShardedRuntime:
         state.group.behaviour.reshard_after_forward = False
     for group in runtime.groups:
         group.adopt()
+    if runtime.groups and not state.pool.strict:
+        state.pool.limit_bytes = max(state.pool.limit_bytes, runtime.bytes_to_overlap())
     return runtime
-
-
-def _give_over(found: FullyShardState, fqn: str, runtime: ShardedRuntime) -> None:
-    """A module that was unsharded by hand before the root's first forward is no root after all.
-
-    Raises:
-        RuntimeError: it was called by itself.
-    """
-    assert found.runtime is not None
-    if found.runtime.called:
-        raise RuntimeError(
-            f"{fqn} was called before {type(runtime.model).__name__}, which holds it, and became a "
-            "root of its own; call the outermost module first"
-        )
-    runtime.take_over(found.runtime)
-    if found.auto_reshard and found.group is not None:
-        found.group.behaviour.reshard_after_forward = True
 
 
 def _take_over(runtime: ShardedRuntime, found: FullyShardState, fqn: str) -> None:
@@ -334,7 +324,7 @@ def FullyShardedDataParallel(
     mesh: DeviceMesh | None = None,
     *,
     shard_granularity: GranularityLike = "block",
-    dbuffer_size: int | str = DBUFFER_SIZE,
+    dbuffer_size: int | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
 ) -> M:

@@ -55,6 +55,7 @@ class UnitHooks:
         self._open: Call | None = None  # the call whose forward runs
         self.has_graph = False  # a forward recorded a graph in this step
         self.handles = self._register(unit.module)
+        self._gradient_handles: list[Any] = []
 
     def _register(self, module: nn.Module) -> list[Any]:
         return [
@@ -163,7 +164,13 @@ class UnitHooks:
         for group in self.groups.own:
             for parameter in group.parameters:
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._take)
+                    handle = parameter.register_post_accumulate_grad_hook(self._take)
+                    self._gradient_handles.append(handle)
+
+    def unhook_parameters(self) -> None:
+        """Without its hooks, which lie in C++, a model can be collected."""
+        for handle in self._gradient_handles:
+            handle.remove()
 
     def _take(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, PagedParameter)

@@ -126,6 +126,8 @@ class PagedModule(nn.Module):
     def close(self) -> None:
         """Stop the transfers and give the memory back. The model cannot be used any more."""
         self._odc_runtime.manager.close()
+        for unit in self._odc_runtime.units:
+            unit.unhook_parameters()
 
 
 def _copy(name: str, target: torch.Tensor, value: torch.Tensor) -> None:

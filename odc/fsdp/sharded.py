@@ -8,6 +8,7 @@ buffer, which forward and backward see.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -158,12 +159,10 @@ class ShardedGroup:
         made.data = view
         made.__dict__.update(self.places[number].parameter.__dict__)
         if trainable:
-            made.register_post_accumulate_grad_hook(functools.partial(self._arrived, number))
+            # A strong reference, held by the hook in C++, would never be collected.
+            arrived = functools.partial(_arrived, weakref.ref(self), number)
+            made.register_post_accumulate_grad_hook(arrived)
         return made
-
-    def _arrived(self, number: int, _: torch.Tensor) -> None:
-        assert self.take_gradient is not None, "a backward without a forward of the root"
-        self.take_gradient(self, number)
 
     def _fqn(self, number: int) -> str:
         return self.plan.placements[number].tensor.fqn
@@ -314,6 +313,12 @@ class ShardedGroup:
         self.buffer.give_gradients()
         self.has_gradient = [False] * len(self.places)
         self.received.clear()
+
+
+def _arrived(of: weakref.ref[ShardedGroup], number: int, _: torch.Tensor) -> None:
+    group = of()
+    assert group is not None and group.take_gradient, "a backward without a forward of the root"
+    group.take_gradient(group, number)
 
 
 def _described(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

@@ -2,8 +2,13 @@
 
 [Note: unshard ahead] A gather that starts when a module begins is exposed. In the first pass the
 order of gathers is recorded; from then on the gather of the group that follows starts as soon as
-the present one is there, as long as what is gathered stays below `dbuffer_size`. The order is that
-of modules, which all ranks share; no clock and no prediction enters it, so ranks cannot disagree.
+the present one is there, as long as what is gathered (and the present one's gradients) stay below
+a chosen `dbuffer_size`. The order is that of modules, which all ranks share, and the bytes are
+those of whole buffers; no clock and no prediction enters, so ranks cannot disagree.
+
+[Note: two groups of gradients] A reduction goes on while the gradients of the next group arrive, so
+two groups' are there. Where both do not fit into a chosen `dbuffer_size`, the reduction is waited
+for first.
 """
 
 from __future__ import annotations
@@ -122,6 +127,18 @@ class ShardedRuntime(Passes):
         self.comms[id(mesh)] = (shards, replicas)
         watch_ranks()
 
+    def bytes_to_overlap(self) -> int:
+        """Of the buffers of a step in which gathers and reductions hide behind computing.
+
+        Groups that stay gathered, one in use and one ahead; two groups of gradients, the root's.
+        """
+        groups = self.groups
+        kept = [g.buffer.full_bytes for g in groups if not g.behaviour.reshard_after_forward]
+        others = groups[1:] or groups
+        passing = max(group.buffer.full_bytes for group in others)
+        gradients = max(group.buffer.gradient_bytes for group in others)
+        return sum(kept) + 2 * (passing + gradients) + groups[0].buffer.gradient_bytes
+
     def take_over(self, other: ShardedRuntime) -> None:
         """Gathers that were asked for before the first forward."""
         self._gathers.update(other._gathers)
@@ -226,8 +243,9 @@ class ShardedRuntime(Passes):
             order.append(group)
         self._at[forward] = at + 1
         for following in order[at + 1 : at + 2]:
-            room = self.pool.limit_bytes - self.pool.taken_bytes
-            if not following.is_gathered and following.buffer.full_bytes <= room:
+            needed = self.pool.gathered_bytes + following.buffer.full_bytes
+            needed += 0 if forward else group.buffer.gradient_bytes
+            if not following.is_gathered and self.pool.has_room(needed):
                 self.start(following)
                 self._unasked.add(id(following))
 
@@ -250,9 +268,24 @@ class ShardedRuntime(Passes):
         self.begin_backward()
         if any(reduction.group is group for reduction in self._reductions):
             self.finish_reductions()  # of an earlier backward: the buffer is needed again
+        if not self._has_room_for_gradients(group):
+            self.finish_reductions()
         group.add_gradient(index)
         if group.complete and not group.behaviour.fill_unused:
             self.settle(group, last=True)
+
+    def _has_room_for_gradients(self, group: ShardedGroup) -> bool:
+        """See [Note: two groups of gradients].
+
+        What else a reduction's end sets going, over replicas or in a hook, keeps its place among
+        the collectives of all ranks; there is always room beside it.
+        """
+        in_flight = (reduction.group for reduction in self._reductions)
+        if any(other.mesh.ndim > 1 or other.behaviour.reduce_hook for other in in_flight):
+            return True
+        pool, buffer = self.pool, group.buffer
+        needed = pool.gathered_bytes + pool.gradient_bytes + buffer.gradient_bytes
+        return buffer.has_gradients or pool.has_room(needed)
 
     def settle(self, group: ShardedGroup, last: bool = False) -> None:
         """Starts the reduction once a group has all gradients of this backward.

@@ -61,6 +61,7 @@ class Lookahead:
         self.prefetcher = prefetcher
         self.tuning = tuning
         self.created = False
+        self._stuck: tuple[int, int, int, bool, bool] | None = None
         self._mark = (transfers.engine.now_ns(), 0)  # when the last pass began, bytes until then
         self._margin = _SET_MARGIN if library.stations.sets else 1.0
         self._largest = max((p.num_bytes for p in self.table.pages), default=0)
@@ -69,6 +70,7 @@ class Lookahead:
     def begin_pass(self) -> None:
         """Put enough in flight for the longest time without a hook."""
         self._measure_line()
+        self._stuck = None
         order = self.library.order
         if order is not None:
             gap = int(order.longest_ns * self.transfers.bytes_per_ns) + self._largest
@@ -85,10 +87,23 @@ class Lookahead:
 
     def think(self) -> None:
         """Load ahead and write back early, as far as the plan and the lines allow."""
+        if self._stuck is not None and self._stuck == self._situation():
+            return
         stores = self.tuning.early_stores - len(self.transfers.storing)
         scarce = self._load_ahead()
         if stores > 0 and scarce and self.tuning.early_write_back:
             self._clean(stores)
+
+    def _situation(self) -> tuple[int, int, int, bool, bool]:
+        """What a schedule's loads ahead depend on: where none was possible, until it changes."""
+        transfers = self.transfers
+        return (
+            transfers.available,
+            len(transfers.loading),
+            self.library.position,
+            self.created,
+            self.room.lingering,
+        )
 
     def _line_is_fed(self) -> bool:
         """Whether the line in is busy until the next hook; under a schedule, somewhat longer.
@@ -110,6 +125,7 @@ class Lookahead:
         transfers, room, scheduled = self.transfers, self.room, self.room.scheduled
         until, now = self.prefetcher.until, self.library.now_ns
         space = Space(transfers.available, self._items())
+        queue = room.victims(now)
         later_than = LEAVES_NS
         for page, fresh in self.prefetcher.wanted():
             if transfers.rescue(page):
@@ -119,12 +135,14 @@ class Lookahead:
             space.reserve = self._reserve(fresh)
             if scheduled and not room.lingering:  # nobody is left to make room
                 if self.table.frames[page] + space.reserve > space.frames:
+                    self._stuck = self._situation()
                     return True
             elif not scheduled:
                 later_than = now + self._margin * (float(until[page]) - now)
-            victims = choose_load(self.table, page, room.queue, until, later_than, space, scheduled)
+            victims = choose_load(self.table, page, queue, until, later_than, space, scheduled)
             if victims is None:
                 room.lingering = False
+                self._stuck = self._situation() if scheduled else None
                 return True
             room.evict(victims)
             transfers.load(page, -1, space.reserve)
@@ -151,7 +169,7 @@ class Lookahead:
     def _clean(self, stores: int) -> None:
         """Write back early what will have to go for the loads ahead."""
         transfers = self.transfers
-        victims: Iterable[int] = self.room.queue.first()
+        victims: Iterable[int] = self.room.victims(self.library.now_ns).first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
         if self.room.scheduled:
             if not self.room.lingering:

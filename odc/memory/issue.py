@@ -6,13 +6,20 @@ commands.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from odc.memory.pages import PageTable
-from odc.memory.victims import VictimQueue
+
+
+class Victims(Protocol):
+    """Pages that can go."""
+
+    def first(self) -> Iterator[int]:
+        """In order; none is taken out."""
 
 
 @dataclass(slots=True)
@@ -33,7 +40,7 @@ class Space:
 
 def take_victims(
     table: PageTable,
-    queue: VictimQueue,
+    queue: Victims,
     num_frames: int,
     until: np.ndarray | None = None,
     later_than: float = 0.0,
@@ -75,7 +82,7 @@ def take_victims(
 def choose_load(
     table: PageTable,
     page: int,
-    queue: VictimQueue,
+    queue: Victims,
     until: np.ndarray,
     later_than: float,
     space: Space,

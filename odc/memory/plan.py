@@ -488,8 +488,9 @@ class OrderPrefetcher:
             if self.sets.holds[page]:
                 places = order.of_station.get(self.sets.station[page], ())
             first = bisect_right(places, self.library.position) if cycle == 0 else 0
-            for place in places[first:]:
-                if cycle or self.library.expects(order, place):
+            for at in range(first, len(places)):
+                place = places[at]
+                if cycle or order.is_certain or self.library.expects(order, place):
                     return self._offsets[cycle] + place
         return self._offsets[-1]
 
@@ -512,6 +513,8 @@ class OrderPrefetcher:
             cycle += 1
         order = self._orders[cycle]
         place = serial - self._offsets[cycle]
+        if order.is_certain and not self._hinted:
+            return order.uses[place]
         entry = order.entries[place]
         set_index = self.stations.stations[entry.station].set_index
         if set_index >= 0:

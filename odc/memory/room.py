@@ -6,7 +6,8 @@ goes by it; else the policy's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -17,6 +18,31 @@ from odc.memory.plan import LEAVES_NS, Prefetcher
 from odc.memory.plan_sets import UNKNOWN_NS
 from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, VictimQueue
+
+_WRITE_QUEUE_BYTES = 48 * 1024 * 1024  # a line out with so much to write is a bottleneck
+_WEIGHED = 64  # victims among which clean ones are preferred
+
+
+class _CleanFirst:
+    """The front of a queue, dirty pages worth more: their way out costs as well.
+
+    A page's use counts as nearer by 1 + weight if it is dirty.
+    """
+
+    def __init__(self, room: Room, weight: float, now: float) -> None:
+        self._room = room
+        self._weight = weight
+        self._now = now
+
+    def first(self) -> Iterator[int]:
+        room, now = self._room, self._now
+        victims = room.queue.first()
+        front = list(islice(victims, _WEIGHED))
+        is_dirty, until = room.table.is_dirty, room.scores
+        share = 1.0 / (1.0 + self._weight)
+        front.sort(key=lambda p: (until[p] - now) * (share if is_dirty[p] else 1.0), reverse=True)
+        yield from front
+        yield from victims
 
 
 class NoRoom(Exception):
@@ -34,6 +60,7 @@ class Room:
 
     Attributes:
         queue: evictable pages in order.
+        scores: (num_pages,) the higher, the sooner a page goes.
         time: virtual time: accesses so far.
         lingering: pages that a schedule lets go may still be here.
     """
@@ -52,10 +79,10 @@ class Room:
         self.time = 0
         self.lingering = True
         self._planned = prefetcher is not None and policy.planned
-        self._scores = np.zeros(len(table.pages))
+        self.scores = np.zeros(len(table.pages))
         if prefetcher is not None and self._planned:
-            self._scores = prefetcher.until
-        self.queue = VictimQueue(table, self._scores)
+            self.scores = prefetcher.until
+        self.queue = VictimQueue(table, self.scores)
         self._version = -1
 
     @property
@@ -85,8 +112,8 @@ class Room:
             self.policy.arrived(page, self.time)
             if self.table.is_evictable[page] and page != used:
                 if not self._planned:
-                    self._scores[page] = self.policy.score(page, self.time)
-                score = float(self._scores[page])
+                    self.scores[page] = self.policy.score(page, self.time)
+                score = float(self.scores[page])
                 self.lingering = self.lingering or score > LEAVES_NS
                 self.queue.push(page, score)
         arrived.clear()
@@ -106,17 +133,28 @@ class Room:
                     self.lingering = self.lingering or leaves
                     self.queue.push(page, time)
                 return
-        score = self._scores[page] = self.policy.score(page, self.time)
+        score = self.scores[page] = self.policy.score(page, self.time)
         self.queue.push(page, score)
 
     def _has_strangers(self) -> bool:
         """Pages are here that no pass in sight uses: they go before what a schedule lets go."""
         first = next(self.queue.first(), None)
-        return first is not None and self._scores[first] >= UNKNOWN_NS / 8
+        return first is not None and self.scores[first] >= UNKNOWN_NS / 8
 
     def keep(self, page: int) -> None:
         """A page that was to go stays; its time of next use holds."""
-        self.queue.push(page, float(self._scores[page]))
+        self.queue.push(page, float(self.scores[page]))
+
+    def victims(self, now: float) -> VictimQueue | _CleanFirst:
+        """Evictable pages in order; where writes queue up, clean ones sooner than their turn.
+
+        Args:
+            now: on the plan's clock.
+        """
+        weight = min(self.transfers.out_flight_bytes / _WRITE_QUEUE_BYTES, 1.0)
+        if weight and self._planned and not self.scheduled:
+            return _CleanFirst(self, weight, now)
+        return self.queue
 
     def evict(self, pages: Sequence[int]) -> None:
         for page in pages:

@@ -5,6 +5,9 @@ sharded model and wait. The parent lets one contender take one step at a time, i
 else the machine does hits all of them alike, and settings that are read at start (transparent huge
 pages for torch's allocator) can differ.
 
+A *grid* is a stack of blocks whose groups have a given number of bytes, each size built, measured
+and freed by itself.
+
 A contender may be *null*: its collectives move nothing, on the same layout. The difference of its
 step to the real one is the communication that computing did not hide.
 """
@@ -37,8 +40,9 @@ class Contender:
     Attributes:
         name: in the table.
         impl: `odc` or `fsdp2`.
-        model: `dense` or `moe`.
+        model: `dense`, `moe`, or `blocks`.
         dtype: `fp32`, or `bf16` with reductions in fp32.
+        group_bytes: of a group's parameters in fp32, for `blocks`.
         per_expert: every expert is a unit of its own.
         huge_pages: `THP_MEM_ALLOC_ENABLE` for torch's allocator.
         null: the collectives move nothing.
@@ -48,6 +52,7 @@ class Contender:
     impl: str
     model: str
     dtype: str
+    group_bytes: int = 0
     per_expert: bool = False
     huge_pages: bool = False
     null: bool = False
@@ -192,22 +197,16 @@ def _make_step(contender: Contender, rank: int, ranks: int) -> Callable[[], dict
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     torch.manual_seed(0)
-    model = _model(contender.model)
-    counts = _shard(model, contender)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    generator = torch.Generator().manual_seed(rank)
+    make = _blocks if contender.model == "blocks" else _transformer
+    # A unit per expert hangs FSDP2 where ranks route to different experts: one stream for all.
+    generator = torch.Generator().manual_seed(0 if contender.model == "moe" else rank)
+    model, optimizer, loss_of, counts = make(contender, generator)
 
     def step() -> dict[str, Any]:
-        tokens = torch.randint(0, 8192, (1, 129), generator=generator)
         dist.barrier()
         before = counts()
         started, cpu = time.perf_counter(), time.process_time()
-        logits = model(tokens[:, :-1])
-        logits = logits[0] if isinstance(logits, tuple) else logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
-        )
-        loss.backward()
+        loss_of(model).backward()
         optimizer.step()
         optimizer.zero_grad()
         wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
@@ -223,15 +222,52 @@ def _make_step(contender: Contender, rank: int, ranks: int) -> Callable[[], dict
     return step
 
 
-def _model(name: str) -> Any:
-    """12 layers of 512 with SwiGLU, vocabulary 8192; 8 experts of 1024, two of them, for `moe`."""
+def _transformer(contender: Contender, generator: Any) -> tuple[Any, Any, Any, Any]:
+    """Model, optimizer, loss and counts of a transformer of 12 layers.
+
+    They are of 512 with SwiGLU, vocabulary 8192; 8 experts of 1024, two of them, for `moe`.
+    """
+    import torch
+
     from odc.train.config_schema import ModelConfig
     from odc.train.models import build_model
 
     config = ModelConfig(hidden_size=512, num_layers=12, num_heads=8, mlp_size=2048)
-    if name == "moe":
+    if contender.model == "moe":
         config = replace(config, num_experts=8, top_k=2, expert_size=1024)
-    return build_model(config, 8192)
+    model = build_model(config, 8192)
+    counts = _shard(model, contender)
+
+    def loss_of(model: Any) -> Any:
+        tokens = torch.randint(0, 8192, (1, 129), generator=generator)
+        logits = model(tokens[:, :-1])
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
+
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), loss_of, counts
+
+
+def _blocks(contender: Contender, generator: Any) -> tuple[Any, Any, Any, Any]:
+    """The same of a stack of blocks, with an optimizer that has no state and hardly computes."""
+    import torch
+
+    from odc.train.bench_blocks import TOKENS, Stack
+
+    model: Any = Stack(contender.group_bytes)  # on meta: the whole of it is never there
+    counts = _shard(model, contender)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().normal_(std=model.width**-0.5)
+
+    tokens = TOKENS[contender.dtype]
+
+    def loss_of(model: Any) -> Any:
+        return model(torch.randn(tokens, model.width, generator=generator)).float().square().mean()
+
+    return model, torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True), loss_of, counts
 
 
 def _shard(model: Any, contender: Contender) -> Callable[[], tuple[int, int]]:

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 import odc
 from odc.fsdp import fsdp_module
 from odc.fsdp.fully_shard import UnshardHandle
+from tests.fsdp.claims import Entry, World, registry
 from tests.fsdp.fully_shard_claims import Net, batch, loss_of, sharded, train_ranks
-from tests.fsdp.ragged_world import Entry, World, registry
 
 CLAIMS: dict[str, Entry] = {}
 claim = registry(CLAIMS)

@@ -344,10 +344,14 @@ def threads_end(rank: int) -> None:
     def alive() -> bool:
         return any(t.name.startswith("odc-reduce") for t in threading.enumerate())
 
-    for dropped in (False, True):
+    for dropped, op, numel in (
+        (False, "reduce_scatter", 10),
+        (True, "reduce_scatter", 10),
+        (True, "all_reduce", 50_000),  # of a size that sends its result on
+    ):
         comm = world()
         assert not alive()
-        comm.reduce_scatter(torch.ones(dist.get_world_size() * 10)).wait()
+        getattr(comm, op)(torch.ones(dist.get_world_size() * numel)).wait()
         assert alive()
         if dropped:
             del comm

@@ -16,13 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import odc
 from odc.fsdp.ragged import RaggedTensor
-from odc.memory.frames import FRAME_BYTES
-from tests.fsdp.ragged_world import Entry, World, registry
+from tests.fsdp.claims import Entry, World, registry
 
 CLAIMS: dict[str, Entry] = {}
 claim = registry(CLAIMS)
@@ -227,16 +225,16 @@ def accumulating_with_and_without_reductions_agrees_with_one_process(world: Worl
 
 
 @claim(2, 3)
-def mixed_precision_follows_fsdp2(world: World) -> None:
+def mixed_precision_strays_from_fp32_no_further_than_twice_fsdp2(world: World) -> None:
     torch.manual_seed(1)
     model = Net()
+    wanted = train_single(world, copy.deepcopy(model), 10)
     for reduce in (torch.float32, torch.bfloat16, None):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
-        theirs = train_ranks(world, sharded(world, model, fsdp2, mp_policy=policy), 6)
+        theirs = train_ranks(world, sharded(world, model, fsdp2, mp_policy=policy), 10)
         mine = sharded(world, model, mp_policy=policy)
-        losses = train_ranks(world, mine, 6)
-        wanted = train_single(world, copy.deepcopy(model), 6)
-        limit = max(2 * deviation(theirs, wanted), 1e-3)
+        losses = train_ranks(world, mine, 10)
+        limit = 2 * deviation(theirs, wanted)
         assert deviation(losses, wanted) <= limit, (reduce, losses, theirs, wanted)
         assert all(p.dtype == torch.float32 for p in mine.parameters())
 
@@ -435,93 +433,6 @@ def a_forward_method_by_another_name_gathers_too(world: World) -> None:
     mine.encode(x).sum().backward()
     plain.encode(x).sum().backward()
     torch.testing.assert_close(mine.weight.grad.full_tensor(), plain.weight.grad)
-
-
-# -- counts --------------------------------------------------------------------------------------
-
-
-class Copies(TorchDispatchMode):
-    """Elements that copying ops move."""
-
-    OPS = ("aten.copy_", "aten.cat", "aten.clone", "aten._to_copy", "aten.split_with_sizes_copy")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(str(func).startswith(op + ".") for op in self.OPS):
-            self.elements += args[0].numel() if isinstance(args[0], Tensor) else 0
-        return func(*args, **(kwargs or {}))
-
-
-@claim(2, 3)
-def nothing_is_copied_around_a_gather_and_a_gradient_once(world: World) -> None:
-    plain = Net()
-    model = sharded(world, plain)
-    loss_of(model, batch(world.rank, 0)).backward()
-    model.zero_grad()
-    counts = []
-    for one in (plain, model):
-        with Copies() as forward:
-            loss = loss_of(one, batch(world.rank, 1))
-        with Copies() as backward:
-            loss.backward()
-        counts.append((forward.elements, backward.elements))
-    (plain_forward, plain_backward), (forward_copies, backward_copies) = counts
-    assert forward_copies == plain_forward
-    # One copy of every gradient, and none of what is gathered again.
-    assert backward_copies <= plain_backward + sum(p.numel() for p in plain.parameters())
-
-
-@claim(2, 3)
-def calls_carry_no_more_than_what_other_ranks_hold(world: World) -> None:
-    model = sharded(world, Net())
-    loss_of(model, batch(world.rank, 0)).backward()
-    runtime = odc.fully_shard.state(model).runtime
-    (comm, _) = next(iter(runtime.comms.values()))
-    sizes = [group.buffer.full_bytes for group in runtime.groups]
-    before = {op: count.received_bytes for op, count in comm.counters.items()}
-    loss_of(model, batch(world.rank, 1)).backward()
-    moved = {op: count.received_bytes - before[op] for op, count in comm.counters.items()}
-    share = (world.size - 1) / world.size
-    root = runtime.groups[0].buffer.full_bytes  # it is not gathered again in backward
-    assert moved["all_gather"] == share * (2 * sum(sizes) - root)
-    assert moved["reduce_scatter"] == share * sum(sizes)
-
-
-@claim(2, 3)
-def what_is_gathered_and_unreduced_stays_within_the_groups_in_use(world: World) -> None:
-    """The root and two layers (one ahead) gathered, two groups of gradients."""
-    torch.manual_seed(1)
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(64, 512)
-            self.layers = nn.ModuleList(Block(512, 8192) for _ in range(4))
-            self.head = nn.Linear(512, 64)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x)
-
-    mine = sharded(world, Wide())
-    state = odc.fully_shard.state(mine)
-    loss_of(mine, batch(world.rank, 0)).backward()
-    mine.zero_grad()
-    pool = state.pool
-    pool.peak_bytes = pool.taken_bytes
-    loss_of(mine, batch(world.rank, 1)).backward()
-    root, *layers = state.runtime.groups
-    rest = (world.size - 1) / world.size  # this rank's own part is always there
-    whole = root.buffer.full_bytes + 2 * layers[0].buffer.full_bytes
-    limit = rest * whole + 2 * layers[0].buffer.full_bytes
-    frames = 8 * len(root.buffer.parts + layers[0].buffer.parts) * FRAME_BYTES
-    assert pool.peak_bytes <= limit + frames, (pool.peak_bytes, limit)
-    assert pool.taken_bytes == 0
 
 
 @claim(2)

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +28,16 @@ import odc
 from odc.errors import CheckpointError
 from odc.fsdp.interop import load_safetensors, save_safetensors
 from odc.fsdp.ragged import install_distribute_tensor
+from tests.fsdp.claims import Entry, World, registry
 from tests.fsdp.fully_shard_claims import Net, batch, deviation, loss_of, sharded
-from tests.fsdp.ragged_world import World
 
 os.environ.update(
     HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"
 )
 
 
-@dataclass(frozen=True)
-class Entry:
-    check: Callable[[World], None]
-    sizes: tuple[int, ...]
-    transformers: bool = False
-
-
 CLAIMS: dict[str, Entry] = {}
-Check = Callable[[World], None]
-
-
-def claim(*sizes: int, hf: bool = False) -> Callable[[Check], Check]:
-    def add(check: Check) -> Check:
-        CLAIMS[check.__name__] = Entry(check, sizes, hf)
-        return check
-
-    return add
+claim = functools.partial(registry(CLAIMS), slow=True)  # files and models of some size
 
 
 # -- safetensors ---------------------------------------------------------------------------------
@@ -408,17 +392,17 @@ def check_hf_training(world: World, build: Callable[[], nn.Module]) -> None:
     assert mine[-1] < mine[0]
 
 
-@claim(2, 3, hf=True)
+@claim(2, 3, packages=("transformers",))
 def a_llama_with_tied_embeddings_trains_as_one_process_does(world: World) -> None:
     check_hf_training(world, llama)
 
 
-@claim(2, 3, hf=True)
+@claim(2, 3, packages=("transformers",))
 def a_qwen3_moe_trains_as_one_process_does(world: World) -> None:
     check_hf_training(world, qwen3_moe)
 
 
-@claim(2, hf=True)
+@claim(2, packages=("transformers",))
 def the_decoder_layers_of_hugging_face_models_are_found(world: World) -> None:
     for build in (llama, qwen3_moe):
         model = odc.FullyShardedDataParallel(build(), world.mesh)
@@ -429,7 +413,7 @@ def the_decoder_layers_of_hugging_face_models_are_found(world: World) -> None:
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
-@claim(2, hf=True)
+@claim(2, packages=("transformers",))
 def generation_and_gradient_checkpointing_work_on_a_sharded_llama(world: World) -> None:
     plain = llama()
     model = odc.FullyShardedDataParallel(llama(), world.mesh)
@@ -447,7 +431,7 @@ def generation_and_gradient_checkpointing_work_on_a_sharded_llama(world: World) 
         torch.testing.assert_close(full(mine.grad), wanted.grad)
 
 
-@claim(2, hf=True)
+@claim(2, packages=("transformers",))
 def transformers_and_odc_read_each_others_folders(world: World) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -573,7 +557,7 @@ def check_loaded(world: World, built: Built, path: Path, tied: bool) -> None:
     assert deviation(got, steps(*trained_by_one(tied), range(3, 6))) < 2e-6
 
 
-@claim(2, 1, 3, 4)
+@claim(2, 1, 3, 4, after="two_ranks_save_checkpoints")
 def a_checkpoint_of_two_ranks_and_rows_loads_on_any_number_and_granularity(world: World) -> None:
     for kind, tied in TIED.items():
         for granularity in ("block", "tensor"):
@@ -581,13 +565,13 @@ def a_checkpoint_of_two_ranks_and_rows_loads_on_any_number_and_granularity(world
             check_loaded(world, built, world.shared / f"odc-{kind}", tied)
 
 
-@claim(2, 1, 3)
+@claim(2, 1, 3, after="two_ranks_save_checkpoints")
 def an_fsdp2_checkpoint_loads_into_an_odc_model(world: World) -> None:
     for kind, tied in TIED.items():
         check_loaded(world, made(world, tied), world.shared / f"fsdp2-{kind}", tied)
 
 
-@claim(2, 1, 3)
+@claim(2, 1, 3, after="two_ranks_save_checkpoints")
 def an_odc_checkpoint_loads_into_an_fsdp2_model_and_a_plain_one(world: World) -> None:
     for kind, tied in TIED.items():
         path = world.shared / f"odc-{kind}"

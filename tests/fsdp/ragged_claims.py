@@ -9,7 +9,6 @@ import copy
 import io
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -32,11 +31,10 @@ from odc.fsdp.ragged import (
     distribute_ragged,
     install_distribute_tensor,
 )
-from tests.fsdp.ragged_world import (
+from tests.fsdp.claims import Claim, Entry, World, registry
+from tests.fsdp.ragged_pairs import (
     KINDS,
     SHAPES,
-    Claim,
-    World,
     assert_close,
     full,
     pairs,
@@ -45,22 +43,8 @@ from tests.fsdp.ragged_world import (
     shard,
 )
 
-
-@dataclass(frozen=True)
-class Entry:
-    check: Claim
-    sizes: tuple[int, ...]
-
-
 CLAIMS: dict[str, Entry] = {}
-
-
-def claim(*sizes: int, name: str = "") -> Callable[[Claim], Claim]:
-    def add(check: Claim) -> Claim:
-        CLAIMS[name or check.__name__] = Entry(check, sizes)
-        return check
-
-    return add
+claim = registry(CLAIMS)
 
 
 # -- optimizers ----------------------------------------------------------------------------------
@@ -174,7 +158,7 @@ def zero_grad_works_both_ways(world: World) -> None:
 # -- norms and scaling ---------------------------------------------------------------------------
 
 
-@claim(1, 2, 3)
+@claim(2, 1, 3)
 def clip_grad_norm_gives_the_norm_and_the_gradients_of_one_process(world: World) -> None:
     for order in (1, 2, 3, math.inf):
         for foreach in (None, True, False):
@@ -286,7 +270,7 @@ def reductions_of_a_whole_tensor_are_those_of_one_process(world: World) -> None:
 # -- values --------------------------------------------------------------------------------------
 
 
-@claim(1, 2, 3, 4)
+@claim(2, 1, 3, 4)
 def full_tensor_gives_every_rank_the_whole_whatever_the_layout(world: World) -> None:
     for name in SHAPES:
         for kind in KINDS:
@@ -294,7 +278,7 @@ def full_tensor_gives_every_rank_the_whole_whatever_the_layout(world: World) -> 
                 assert torch.equal(ragged(world, full(name), kind, block).full_tensor(), full(name))
 
 
-@claim(1, 2, 3, 4)
+@claim(2, 1, 3, 4)
 def redistribute_moves_between_all_layouts(world: World) -> None:
     value = full("matrix")
     targets: list[Any] = [shard(value.numel(), world.size, kind, 2) for kind in KINDS]
@@ -313,7 +297,7 @@ def redistribute_moves_between_all_layouts(world: World) -> None:
                 assert torch.equal((moved + expected).full_tensor(), value * 2)
 
 
-@claim(3)
+@claim(3, slow=True)
 def redistribute_sends_no_element_that_the_other_rank_has(world: World) -> None:
     value = torch.arange(60.0).view(12, 5)
     sent = []
@@ -601,7 +585,7 @@ def a_checkpoint_is_saved_by_two_ranks(world: World) -> None:
     dcp.save(_state(sharded, theirs), checkpoint_id=world.shared / "fsdp2")
 
 
-@claim(2, 1, 3, 4)
+@claim(2, 1, 3, 4, after="a_checkpoint_is_saved_by_two_ranks")
 def a_checkpoint_of_two_ranks_loads_on_any_number(world: World) -> None:
     _, _, plain, theirs = _trained(world)
     for kind in ("ragged", "async", "fsdp2"):
@@ -611,7 +595,7 @@ def a_checkpoint_of_two_ranks_loads_on_any_number(world: World) -> None:
         _assert_same_moments(mine, ours, plain, theirs)
 
 
-@claim(2, 3)
+@claim(2, 3, after="a_checkpoint_is_saved_by_two_ranks")
 def a_ragged_checkpoint_loads_into_fsdp2_and_into_plain_tensors(world: World) -> None:
     _, _, plain, theirs = _trained(world)
     sharded = _stack()
@@ -632,7 +616,7 @@ def a_ragged_checkpoint_loads_into_fsdp2_and_into_plain_tensors(world: World) ->
         torch.testing.assert_close(whole["model"][key], value)
 
 
-@claim(1, 2, 3)
+@claim(2, 1, 3)
 def odd_tensors_can_be_saved_and_loaded(world: World) -> None:
     values = {
         "scalar": full("scalar"),
@@ -652,7 +636,7 @@ def odd_tensors_can_be_saved_and_loaded(world: World) -> None:
             assert torch.equal(loaded[key].full_tensor(), value), (key, kind)
 
 
-@claim(2)
+@claim(2, after="a_checkpoint_is_saved_by_two_ranks")
 def loading_into_meta_tensors_is_refused(world: World) -> None:
     state = {"model": {"0.weight": ragged(world, torch.zeros(6, 4)).to("meta")}}
     with pytest.raises(CheckpointException):
@@ -821,7 +805,7 @@ def what_does_not_fit_is_refused(world: World) -> None:
 # -- other meshes, other paths -------------------------------------------------------------------
 
 
-@claim(4)
+@claim(4, slow=True)
 def replicas_and_shards_of_a_mesh_of_two_axes(world: World) -> None:
     grid = world.grid
     for kind in KINDS:
@@ -861,7 +845,7 @@ def ranks_do_not_share_compiled_code(world: World) -> None:
     assert len(set(hashes)) == 2
 
 
-@claim(2)
+@claim(2, slow=True)  # it loads the compiler
 def a_compiled_step_equals_an_eager_one(world: World) -> None:
     made = pairs(world)[:4]
     ours = torch.optim.AdamW([mine for mine, _ in made], lr=0.01, foreach=True)

@@ -6,55 +6,54 @@ import torch
 from odc.fsdp.comm import NullComm
 from odc.fsdp.comm_pipeline import BLOCK_BYTES, DEPTH, SCRATCH_BYTES, chunk_numel
 from tests.fsdp import comm_ranks
-from tests.fsdp.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow)]  # more ranks: more of the same
 
 
 @pytest.mark.parametrize("size", [*WORLDS, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_gather_fills_the_other_slices(size):
+def test_all_gather_fills_the_other_slices(run_ranks, size):
     run_ranks(comm_ranks.gather_values, size)
 
 
 @pytest.mark.parametrize("size", [*WORLDS, pytest.param(4, marks=pytest.mark.slow)])
-def test_reduce_scatter_sums_in_rank_order_and_divides_once(size):
+def test_reduce_scatter_sums_in_rank_order_and_divides_once(run_ranks, size):
     run_ranks(comm_ranks.scatter_values, size)
 
 
-def test_slices_of_many_chunks_are_summed_and_divided_alike():
+def test_slices_of_many_chunks_are_summed_and_divided_alike(run_ranks):
     run_ranks(comm_ranks.large_values, 3)
 
 
 @pytest.mark.parametrize("size", WORLDS)
-def test_low_precision_is_summed_in_another_dtype(size):
+def test_low_precision_is_summed_in_another_dtype(run_ranks, size):
     run_ranks(comm_ranks.wider_sums, size)
 
 
 @pytest.mark.parametrize("size", WORLDS)
-def test_all_reduce_and_broadcast_give_every_rank_the_same(size):
+def test_all_reduce_and_broadcast_give_every_rank_the_same(run_ranks, size):
     run_ranks(comm_ranks.reduced_and_broadcast, size)
 
 
-def test_results_do_not_depend_on_who_is_late_nor_on_the_run():
+def test_results_do_not_depend_on_who_is_late_nor_on_the_run(run_ranks):
     first, second = (run_ranks(comm_ranks.late_ranks, 3) for _ in range(2))
     assert first == second
 
 
 @pytest.mark.parametrize("size", WORLDS)
-def test_payload_is_exact_and_counted(size):
+def test_payload_is_exact_and_counted(run_ranks, size):
     run_ranks(comm_ranks.payload, size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_loopback_device_carries_the_payload_and_little_else(size):
+def test_the_loopback_device_carries_the_payload_and_little_else(run_ranks, size):
     crossed, expected = run_ranks(comm_ranks.wire, size)[0]
     for ours, payload in zip(crossed, expected, strict=True):
         assert payload <= ours < 1.1 * payload
 
 
-def test_all_gather_copies_and_allocates_nothing():
+def test_all_gather_copies_and_allocates_nothing(run_ranks):
     for names in run_ranks(comm_ranks.gather_operators, 2):
         assert names == [
             "aten.detach.default",
@@ -64,20 +63,20 @@ def test_all_gather_copies_and_allocates_nothing():
         ]
 
 
-def test_calls_overlap_on_one_group_and_on_two():
+def test_calls_overlap_on_one_group_and_on_two(run_ranks):
     run_ranks(comm_ranks.many_in_flight, 3)
 
 
-def test_a_reduction_ends_while_the_caller_does_something_else():
+def test_a_reduction_ends_while_the_caller_does_something_else(run_ranks):
     run_ranks(comm_ranks.ends_without_wait, 2)
 
 
-def test_the_observer_is_told_once_of_every_call():
+def test_the_observer_is_told_once_of_every_call(run_ranks):
     seen = run_ranks(comm_ranks.observed, 2)
     assert seen == [[("reduce_scatter", 5, 8000), ("all_gather", 5, 8000)]] * 2
 
 
-def test_the_scratch_is_allocated_once():
+def test_the_scratch_is_allocated_once(run_ranks):
     for landing, wide in run_ranks(comm_ranks.scratch_stays, 3):
         assert landing == DEPTH * 2 * comm_ranks.CHUNK_BYTES
         assert wide == 2 * BLOCK_BYTES
@@ -90,7 +89,7 @@ def test_the_scratch_is_bounded_for_any_number_of_ranks(size, dtype):
     assert 0 < numel * dtype.itemsize * DEPTH * (size - 1) <= SCRATCH_BYTES
 
 
-def test_the_thread_ends_with_its_comm():
+def test_the_thread_ends_with_its_comm(run_ranks):
     run_ranks(comm_ranks.threads_end, 2)
 
 
@@ -110,7 +109,7 @@ def test_the_thread_ends_with_its_comm():
         ),
     ],
 )
-def test_a_killed_peer_is_named_well_before_the_time_out(op, how):
+def test_a_killed_peer_is_named_well_before_the_time_out(run_ranks, op, how):
     answers = run_ranks(comm_ranks.lost_peer, 3, op, how, 50.0, killed=[2])
     for message, peer, seconds in answers[:2]:
         assert peer == 2
@@ -119,24 +118,24 @@ def test_a_killed_peer_is_named_well_before_the_time_out(op, how):
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
-def test_a_peer_that_stays_away_is_named_after_the_time_out(op):
+def test_a_peer_that_stays_away_is_named_after_the_time_out(run_ranks, op):
     answers = run_ranks(comm_ranks.lost_peer, 3, op, "absent", 1.0, killed=[2])
     for message, peer, _ in answers[:2]:
         assert peer == 2 and "no answer within 1 s" in message
 
 
-def test_ranks_that_disagree_about_a_size_say_so():
+def test_ranks_that_disagree_about_a_size_say_so(run_ranks):
     # The first to give up closes the connection, and the other may see that before its own end.
-    messages = run_ranks(comm_ranks.other_size, 2)
+    messages = run_ranks(comm_ranks.other_size, 2, last=True)
     assert any("called other collectives or sizes" in message for message in messages)
 
 
 @pytest.mark.parametrize("size", WORLDS)
-def test_the_native_calls_fill_the_same_places(size):
+def test_the_native_calls_fill_the_same_places(run_ranks, size):
     run_ranks(comm_ranks.native_calls, size)
 
 
-def test_the_null_of_a_layout_does_the_local_work_only():
+def test_the_null_of_a_layout_does_the_local_work_only(run_ranks):
     run_ranks(comm_ranks.null_of_layout, 2)
 
 

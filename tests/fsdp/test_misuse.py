@@ -1,6 +1,8 @@
 """What a careless user does to a paged model: a clear error, and a way on."""
 
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,16 @@ class TestMisuse:
         for use in (lambda: model(X), loss.backward, model.state_dict):
             with pytest.raises(odc.OdcError, match="closed"):
                 use()
+
+    def test_a_closed_model_can_be_collected(self) -> None:
+        model, optimizer = small()
+        model(X).backward()
+        optimizer.step()
+        model.close()
+        layer = weakref.ref(model.layers[0])
+        del model, optimizer
+        gc.collect()
+        assert layer() is None
 
     def test_an_interrupted_update_leaks_no_pins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, optimizer = small()

@@ -1,6 +1,6 @@
 """A RaggedTensor behaves as FSDP2's sharded DTensor, on spans that are uneven or empty.
 
-The claims on several ranks are in `ragged_claims.py`; one spawn checks all of a world size.
+The claims on several ranks are in `ragged_claims.py`.
 """
 
 from __future__ import annotations
@@ -17,41 +17,14 @@ from hypothesis import strategies as st
 from odc.fsdp.ragged import RaggedLayoutError, RaggedShard
 from odc.fsdp.ragged_shard import boxes
 from odc.sharding import TensorSpec, plan_group
+from tests.fsdp.claims import cases
 from tests.fsdp.ragged_claims import CLAIMS
-from tests.fsdp.ragged_world import run
-
-SIZES = (2, 1, 3, 4)  # two first: its checkpoints are loaded by the others
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """World size -> what went wrong, claim by claim."""
-    shared = tmp_path_factory.mktemp("shared")
-    found: dict[int, dict[str, str]] = {}
-
-    def outcome(size: int) -> dict[str, str]:
-        for needed in (2, size):
-            if needed not in found:
-                names = [name for name, entry in CLAIMS.items() if needed in entry.sizes]
-                found[needed] = run(needed, names, shared, shared / f"world{needed}")
-        return found[size]
-
-    return outcome
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("size", "name"),
-    [
-        pytest.param(size, name, marks=pytest.mark.slow if size > 2 else ())
-        for size in SIZES
-        for name, entry in CLAIMS.items()
-        if size in entry.sizes
-    ],
-)
-def test_on_ranks(outcomes, size, name):
-    wrong = outcomes(size)[name]
-    assert not wrong, wrong
+@pytest.mark.parametrize(("size", "name"), cases(CLAIMS))
+def test_on_ranks(check, size, name):
+    check(size, name)
 
 
 def test_placements_are_values():

@@ -41,7 +41,7 @@ def whole_and_resumed(
     train(config_of(moe), folder / "moe")
     if rank == 0:
         shutil.copytree(folder / "dense", folder / "resumed")
-        shutil.rmtree(folder / "resumed" / "checkpoints" / "step-000006")
+        shutil.rmtree(folder / "resumed" / "checkpoints" / "step-000004")
     dist.barrier()
     train(config_of(dense), folder / "resumed", resume=True)
     return found

@@ -20,20 +20,19 @@ from odc.train.dcp_metadata import load_metadata
 from odc.train.trainer import train
 from profiler import TraceReader
 from profiler.schema import CommOp
-from tests.fsdp.ranks import run_ranks
 from tests.train import rank_program
 
 pytestmark = pytest.mark.dist
 
-STEPS = 6
+STEPS = 4
 KEYS = {
     "train.steps": STEPS,
     "train.accumulate": 2,
-    "train.eval_every": 3,
+    "train.eval_every": 2,
     "train.eval_batches": 3,
     "optimizer.max_grad_norm": 0.5,
     "profiler.trace_interval": 1,
-    "checkpoint.every": 3,
+    "checkpoint.every": 2,
     "memory.page_budget": None,
 }
 
@@ -55,7 +54,7 @@ def keys(corpus):
 
 
 @pytest.fixture(scope="module")
-def runs(keys, tmp_path_factory):
+def runs(run_ranks, keys, tmp_path_factory):
     """Folder with the runs `dense`, `moe` and `resumed` of 2 ranks, and what each rank counted."""
     folder = tmp_path_factory.mktemp("ranks")
     counts = run_ranks(rank_program.whole_and_resumed, 2, keys("dense"), keys("moe"), folder)
@@ -78,7 +77,7 @@ def test_a_resumed_run_is_bit_equal_at_the_same_number_of_ranks(runs, read_metri
     for name in ("loss", "eval_loss"):
         assert [line.get(name) for line in again] == [line.get(name) for line in whole]
     records = [
-        json.loads((runs[0] / name / "checkpoints" / "step-000006" / "checkpoint.json").read_text())
+        json.loads((runs[0] / name / "checkpoints" / "step-000004" / "checkpoint.json").read_text())
         for name in ("dense", "resumed")
     ]
     data = [{n: f for n, f in r["files"].items() if n.endswith(".distcp")} for r in records]
@@ -86,10 +85,10 @@ def test_a_resumed_run_is_bit_equal_at_the_same_number_of_ranks(runs, read_metri
 
 
 @pytest.mark.slow
-def test_three_ranks_and_one_go_on_from_two(runs, keys, read_metrics, tmp_path):
+def test_three_ranks_and_one_go_on_from_two(run_ranks, runs, keys, read_metrics, tmp_path):
     for name in ("three", "one"):
         shutil.copytree(runs[0] / "moe", tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoints" / "step-000006")
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step-000004")
     run_ranks(rank_program.resumed, 3, keys("moe"), tmp_path / "three")
     one = keys("moe", **{"train.accumulate": 6})
     train(rank_program.config_of(one), tmp_path / "one", resume=True)
@@ -132,11 +131,12 @@ def test_the_communication_view_shows_traffic_by_group_and_rank(runs):
 
 
 @pytest.fixture(scope="module")
-def ends(keys, tmp_path_factory):
+def ends(run_ranks, keys, tmp_path_factory):
     """Folder with the runs `signal` and `failure`; how these and a refused one ended, by rank."""
     folder = tmp_path_factory.mktemp("ends")
     limited = keys("dense", **{"memory.page_budget": "24MB", "memory.total_mem": "64MB"})
-    return folder, run_ranks(rank_program.ends, 2, limited, keys("dense"), folder)
+    args = (limited, keys("dense"), folder)
+    return folder, run_ranks(rank_program.ends, 2, *args, last=True)
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_step(ends):
@@ -173,6 +173,6 @@ def test_metadata_with_a_foreign_class_is_refused(runs, value, capsys):
     with pytest.raises(CheckpointError, match="is not admitted"):
         load_metadata(io.BytesIO(pickle.dumps(value)), "x")
     assert "must not run" not in capsys.readouterr().out
-    folder = runs[0] / "dense" / "checkpoints" / "step-000006"
+    folder = runs[0] / "dense" / "checkpoints" / "step-000004"
     with open(folder / ".metadata", "rb") as file:
         assert "param.embed.weight" in load_metadata(file, folder).state_dict_metadata

@@ -75,8 +75,7 @@ def window_bound(
     Raises:
         BudgetError: something that is needed at once does not fit.
 
-    Source: section 2.4 of Cao, Felten, Karlin and Li (1995) counts fetches the same way; sizes,
-    stores, created and dead pages are added here.
+    Source: counting what must cross the link within a window, as in the module's first lines.
     """
     initial = accesses.start_from(initial)
     frames = capacity_bytes // FRAME_BYTES

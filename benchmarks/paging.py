@@ -1,0 +1,157 @@
+"""The scheduler against what no scheduler could beat, on the virtual clock.
+
+    python benchmarks/paging.py [-o FILE.md] [--workload W1,W2,...] [--moves 300]
+
+For every workload, budget share C and link ratio r (see `odc simulate --help`): elapsed time of the
+default policy and of LRU with the next four pages, over the window bound and over the best offline
+schedule that a search found. Measured steps start from an emptied device, after the warm-up.
+
+W4 is judged visit by visit too: the first pass of each visit to a context against the best schedule
+found from the residency it found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from odc.memory.frames import FRAME_BYTES
+from odc.memory.pager import Pager
+from odc.memory.pages import PageState
+from odc.memory.replay import Accesses, Residency, best_found, budget_for, link_for, synthetic
+from odc.memory.replay.simulate import virtual_drive
+from odc.memory.replay.synthetic import find
+from odc.train.policies import make_policy
+from odc.train.run_dir import machine
+from odc.train.simulation import find_floors, made_case, make_setting, run_policy
+
+WORKLOADS = "W1,W1a,W1r,W2,W2s,W3,W4,W5p10,W5p20,W5p30,W5b"
+SHARES = (0.25, 0.5, 0.75)
+RATIOS = (0.5, 1.0, 1.5, 2.0, 3.0)
+OURS, BASE = "cost_aware+popularity", "lru+next_k"
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The first pass of a visit to a context."""
+
+    step: int
+    ctx: int
+    elapsed_s: float
+    best_found_s: float
+
+
+def table(names: list[str], moves: int) -> Iterator[str]:
+    """Rows, one a workload and a share; the columns are the link ratios."""
+    heads = " | ".join(f"r {r:g}" for r in RATIOS)
+    yield f"| workload, C | {heads} |"
+    yield "|---" * (len(RATIOS) + 1) + "|"
+    for name in names:
+        case = made_case(name, seed=0, warm_up=None, steps=None)
+        for share in SHARES:
+            cells = []
+            for r in RATIOS:
+                setting = make_setting(case, budget=share, r=r)
+                floors = find_floors(case, setting, moves=moves, seed=0, lp=False)
+                ours = run_policy(case, setting, OURS, floors)
+                base = run_policy(case, setting, BASE, floors)
+                best = ours.best_found_s or float("nan")
+                cells.append(
+                    f"**{ours.elapsed_s / best:.3f}** {ours.elapsed_s / ours.window_bound_s:.3f} "
+                    f"({base.elapsed_s / best:.2f})"
+                )
+            yield f"| {name} {share:g} | {' | '.join(cells)} |"
+
+
+def visits(share: float, r: float, moves: int) -> list[Visit]:
+    """First passes of the visits of W4, each beside the best found from where it began."""
+    workload = synthetic("W4")
+    accesses = Accesses.from_workload(workload)
+    budget, link = budget_for(workload, share), link_for(workload, r)
+    eviction, prefetch = make_policy(OURS, workload)
+    drive = virtual_drive(
+        workload, budget_bytes=budget, link=link, eviction=eviction, prefetch=prefetch
+    )
+    found = _residency_at_passes(drive.pager)
+    result = drive.run()
+    rows = []
+    for number, one in enumerate(result.passes):
+        if one.step < find("W4").warm_up or not one.first:
+            continue
+        inside = np.flatnonzero(accesses.in_pass == number)
+        part = accesses.part(int(inside[0]), int(inside[-1]) + 1)
+        best = best_found(
+            part,
+            budget // FRAME_BYTES,
+            link.bandwidth_in,
+            link.bandwidth_in,
+            initial=found[number],
+            moves=moves,
+        )
+        rows.append(Visit(one.step, one.ctx, one.elapsed_ns / 1e9, best.elapsed_s))
+    return rows
+
+
+def _residency_at_passes(pager: Pager) -> list[Residency]:
+    """What each pass finds; what is on its way counts as there, to the benefit of the best."""
+    found: list[Residency] = []
+    begin_pass = pager.begin_pass
+
+    def noted(ctx: int, tokens: int = 0) -> None:
+        table = pager.table
+        here = (PageState.RESIDENT, PageState.LOADING)
+        resident = np.array([state in here for state in table.state])
+        found.append(Residency(resident, np.frombuffer(bytes(table.is_dirty), bool) & resident))
+        begin_pass(ctx, tokens)
+
+    pager.begin_pass = noted  # type: ignore[method-assign]
+    return found
+
+
+def visit_table(moves: int) -> Iterator[str]:
+    """How many first passes are how far from the best."""
+    yield "| C, r | visits | mean | most | above 1.05 |"
+    yield "|---|---|---|---|---|"
+    for share in SHARES:
+        for r in RATIOS:
+            rows = visits(share, r, moves)
+            ratios = [v.elapsed_s / v.best_found_s for v in rows]
+            mean = sum(v.elapsed_s for v in rows) / sum(v.best_found_s for v in rows)
+            above = sum(ratio > 1.05 for ratio in ratios)
+            yield f"| {share:g}, {r:g} | {len(rows)} | {mean:.3f} | {max(ratios):.3f} | {above} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", default=WORKLOADS)
+    parser.add_argument("--moves", type=int, default=300)
+    parser.add_argument("-o", "--output", type=Path, default=None)
+    args = parser.parse_args()
+    lines = [
+        "# Paging against bounds, on the virtual clock",
+        "",
+        json.dumps(machine()),
+        "",
+        f"Elapsed of `{OURS}` over the best schedule found (bold), over the window bound, and of "
+        f"`{BASE}` over the best found (in brackets).",
+        "",
+    ]
+    for part in (
+        table(args.workload.split(","), args.moves),
+        ["", "First passes of visits to a context in W4, over the best found from there:", ""],
+        visit_table(args.moves) if "W4" in args.workload.split(",") else [],
+    ):
+        for line in part:
+            print(line, flush=True)
+            lines.append(line)
+    if args.output is not None:
+        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
