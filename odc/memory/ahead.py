@@ -17,6 +17,7 @@ from odc.memory.plan import LEAVES_NS, Prefetcher
 from odc.memory.room import Room
 from odc.memory.transfers import Transfers
 
+_REST = 3  # accesses of members to let pass after one for which there was nothing to move
 _SET_MARGIN = 1.05  # guesses that are equal would swap for ever
 
 
@@ -62,6 +63,7 @@ class Lookahead:
         self.tuning = tuning
         self.created = False
         self._stuck: tuple[int, int, int, bool, bool] | None = None
+        self._rest, self._rest_version = 0, -1
         self._mark = (transfers.engine.now_ns(), 0)  # when the last pass began, bytes until then
         self._margin = _SET_MARGIN if library.stations.sets else 1.0
         self._largest = max((p.num_bytes for p in self.table.pages), default=0)
@@ -89,10 +91,19 @@ class Lookahead:
         """Load ahead and write back early, as far as the plan and the lines allow."""
         if self._stuck is not None and self._stuck == self._situation():
             return
+        if self._rest > 0 and self._rest_version == self.prefetcher.version:
+            self._rest -= 1
+            return
+        moved = self.transfers.bytes_in + self.transfers.bytes_out
         stores = self.tuning.early_stores - len(self.transfers.storing)
         scarce = self._load_ahead()
         if stores > 0 and scarce and self.tuning.early_write_back:
             self._clean(stores)
+        if (
+            self.library.stations.sets
+            and moved == self.transfers.bytes_in + self.transfers.bytes_out
+        ):
+            self._rest, self._rest_version = _REST, self.prefetcher.version
 
     def _situation(self) -> tuple[int, int, int, bool, bool]:
         """What a schedule's loads ahead depend on: where none was possible, until it changes."""
