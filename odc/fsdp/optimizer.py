@@ -10,6 +10,8 @@ does.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +25,22 @@ from odc.memory.events import Kind, Op, Phase
 
 NUM_MOMENTS = 2
 _SUPPORTED = ("lr", "betas", "eps", "weight_decay", "maximize", "fused")
+_KNOWN = frozenset(inspect.signature(torch.optim.AdamW).parameters)  # its own word on the others
+# Arguments of odc.paged, for whoever misspells one.
+_PAGED = (
+    "total_mem",
+    "page_budget",
+    "page_size",
+    "home",
+    "home_dir",
+    "host_mem",
+    "init",
+    "param_groups",
+    "update",
+    "accumulate",
+    "max_grad_norm",
+    "memory",
+)
 
 
 def check_options(optimizer: type, options: dict[str, Any]) -> None:
@@ -31,6 +49,7 @@ def check_options(optimizer: type, options: dict[str, Any]) -> None:
     Raises:
         ConfigError: an optimizer made already, in place of its class.
         ValueError: another class than AdamW, or an option of it that needs state outside pages.
+        TypeError: an argument that nobody knows.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
@@ -45,6 +64,12 @@ def check_options(optimizer: type, options: dict[str, Any]) -> None:
             "model.parameters()"
         )
     for name, value in options.items():
+        if name not in _KNOWN:
+            near = difflib.get_close_matches(name, (*_SUPPORTED, *_PAGED), 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(
+                f"neither odc.paged nor torch.optim.AdamW has an argument {name}{meant}"
+            )
         if name not in _SUPPORTED and value not in (None, False):
             raise ValueError(
                 f"AdamW option {name}={value!r} is not supported on pages; "

@@ -76,7 +76,7 @@ def examine(
             remember(links)
         except (OdcError, OSError) as error:
             refused = str(error)
-    found = [*_examine(target, say), _links_finding(links, measure, refused)]
+    found = [*_examine(target, say), _links_finding(links, measure, refused, folder)]
     return Report(found, links, measure and not refused)
 
 
@@ -135,18 +135,19 @@ def _find_torch() -> tuple[str | None, list[str], str]:
     return str(torch.__version__), devices, ""
 
 
-def _links_finding(links: Links | None, measured: bool, refused: str) -> Finding:
+def _links_finding(
+    links: Links | None, measured: bool, refused: str, folder: str | os.PathLike[str] | None
+) -> Finding:
+    how = "odc doctor --measure-links" + (f" --home-dir {folder}" if folder is not None else "")
     if refused:
-        return advice("links", f"could not be measured: {refused}", _WHY_LINKS, _MEASURE)
+        return advice("links", f"could not be measured: {refused}", _WHY_LINKS, how)
     if links is None:
-        return advice("links", "never measured on this machine with this folder", *_UNKNOWN)
-    when = "now" if measured else links.measured
-    return ok("links", f"measured {when}", "", "" if measured else _MEASURE)
+        what = "never measured on this machine with this folder"
+        return advice("links", what, _WHY_LINKS, how)
+    return ok("links", f"measured {'now' if measured else links.measured}")
 
 
-_WHY_LINKS = "simulations and plans take the links' speeds from it"
-_MEASURE = "odc doctor --measure-links"
-_UNKNOWN = (_WHY_LINKS, _MEASURE)
+_WHY_LINKS = "recorded runs that loaded nothing are simulated with the speeds measured here"
 
 
 # -- in words --------------------------------------------------------------------------------------

@@ -168,3 +168,11 @@ class TestMisuse:
                 os._exit(0 if "forked" in str(error) else 2)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(("name", "meant"), [("hom", "home"), ("lrr", "lr"), ("xyzzy", None)])
+def test_an_argument_that_nobody_knows_is_not_blamed_on_adamw(name: str, meant: str | None) -> None:
+    with pytest.raises(TypeError, match=f"argument {name}") as raised:
+        odc.paged(nn.Linear(2, 2), torch.optim.AdamW, **{name: 1})
+    assert ("did you mean" in str(raised.value)) == (meant is not None)
+    assert meant is None or str(raised.value).endswith(f"did you mean {meant}?")

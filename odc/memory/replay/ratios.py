@@ -14,12 +14,15 @@ cache that hits all but a share m of the bytes loads the link to m * r of the co
 
 from __future__ import annotations
 
+import math
+
 from odc.errors import BudgetError
 from odc.memory.events import Kind, Op
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.pages import PageTable
 from odc.memory.replay.simulate import Link
 from odc.memory.replay.workload import RecordedVisit, Workload
+from odc.sizes import exact_size, format_bytes
 
 
 def managed_bytes(table: PageTable) -> int:
@@ -45,9 +48,10 @@ def budget_for(workload: Workload, share: float) -> int:
     least, owner = table.smallest_budget()
     if frames < least:
         raise BudgetError(
-            f"budget: {share:.3g} of {total} bytes are {frames} frames of 2 MiB, and group "
-            f"{table.groups[owner].name} needs {least}; use at least "
-            f"{least * FRAME_BYTES / total:.3g}"
+            f"budget: {100 * share:.3g}% of {format_bytes(total)} are {frames} frames of 2 MiB, and "
+            f"group {table.groups[owner].name} needs {least}; use at least "
+            f"{math.ceil(1000 * least * FRAME_BYTES / total) / 10:g}% "
+            f"({exact_size(least * FRAME_BYTES)})"
         )
     return frames * FRAME_BYTES
 
