@@ -123,7 +123,7 @@ def test_a_linear_program_that_is_too_large_is_told_and_left_out(capsys):
         (["--workload", "W9"], "workload: got 'W9'; allowed: W1, W1a"),
         (["--workload", "W1", "--policy", "magic"], "policy: got 'magic'; allowed: all, or"),
         (["--workload", "W1", "--policy", "belady+replay"], "allowed: belady+oracle"),
-        (["--workload", "W1", "--budget", "1%"], "needs 4; use at least 0.0417"),
+        (["--workload", "W1", "--budget", "1%"], "needs 4; use at least 4.2%"),
         (["--workload", "W1", "--budget", "200%"], "--budget: got '200%'; allowed: up to 100%"),
         (["--workload", "W1", "--budget", "half"], "'half' is no size"),
         (["--workload", "W1", "--budget", "x%"], "--budget: got 'x'; allowed: numbers above 0"),

@@ -205,7 +205,7 @@ def test_c_counts_pages_with_a_home_and_one_gradient() -> None:
 
 def test_a_share_that_trains_no_layer_is_refused_with_one_that_does() -> None:
     workload = synthetic("W2")
-    with pytest.raises(BudgetError, match=r"group layers.0 needs 16; use at least 0\.0548"):
+    with pytest.raises(BudgetError, match=r"group layers.0 needs 16; use at least 5\.5%"):
         budget_for(workload, 0.05)
     assert budget_for(workload, 0.0549) == 16 * FRAME_BYTES
 

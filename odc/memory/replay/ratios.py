@@ -48,8 +48,8 @@ def budget_for(workload: Workload, share: float) -> int:
     least, owner = table.smallest_budget()
     if frames < least:
         raise BudgetError(
-            f"budget: {100 * share:.3g}% of {format_bytes(total)} are {frames} frames of 2 MiB, and "
-            f"group {table.groups[owner].name} needs {least}; use at least "
+            f"budget: {100 * share:.3g}% of {format_bytes(total)} are {frames} frames of 2 MiB, "
+            f"and group {table.groups[owner].name} needs {least}; use at least "
             f"{math.ceil(1000 * least * FRAME_BYTES / total) / 10:g}% "
             f"({exact_size(least * FRAME_BYTES)})"
         )
