@@ -31,7 +31,7 @@ from odc.fsdp.fsdp_module import (
 )
 from odc.fsdp.group import UnitGroups
 from odc.fsdp.hooks import UnitHooks
-from odc.fsdp.managed import STATE, check_module, managed_modules, managed_places
+from odc.fsdp.managed import STATE, TAKEN, check_module, managed_modules, managed_places
 from odc.fsdp.sharded import MAX_BUFFERS, Precision, ShardedGroup, SharedPlace
 from odc.fsdp.sharded_runtime import ShardedRuntime
 from odc.fsdp.wrap import Unit
@@ -182,6 +182,7 @@ def fully_shard(
     _check_placements(places, shard_placement_fn)
     _move_buffers(modules, device)
     group = None
+    originals = [place.parameter for place in places]
     if places:
         group = ShardedGroup(
             type(modules[0]).__name__,
@@ -197,6 +198,8 @@ def fully_shard(
         keeps = reshard_after_forward is not None and reshard_after_forward in (False, 1)
         keeps = keeps and reshard_after_forward is not True
         group.behaviour.reshard_after_forward = not keeps
+        for place, parameter in zip(places, originals, strict=True):
+            parameter.__dict__[TAKEN] = place.fqn
     state = FullyShardState(modules, group, policy, reshard_after_forward is None, pool)
     for one in modules:
         one.__dict__[STATE] = state
@@ -299,6 +302,7 @@ def _make_runtime(root: nn.Module, state: FullyShardState) -> ShardedRuntime:
             runtime.join(found.group)
     if state.auto_reshard and state.group is not None:
         state.group.behaviour.reshard_after_forward = False
+        state.group.behaviour.keeps_after_evaluation = False
     for group in runtime.groups:
         group.adopt()
     if runtime.groups and not state.pool.strict:

@@ -9,6 +9,7 @@ from torch import nn
 from odc.errors import OdcError
 from odc.fsdp.sharded import SharedPlace
 
+TAKEN = "_odc_taken_as"  # the attribute of a parameter that a call has replaced
 STATE = "_odc_fully_shard"  # the attribute of a module that holds its state
 
 
@@ -59,7 +60,7 @@ def managed_places(
     """The parameters that a call takes, each once, in the order of the modules.
 
     Raises:
-        ValueError: one of them is a scalar.
+        ValueError: one of them is a scalar, or shared with one that another call has taken.
     """
     skipped = {id(parameter) for parameter in ignored}
     places: dict[int, SharedPlace] = {}
@@ -71,6 +72,13 @@ def managed_places(
                 places[id(parameter)].shared.append((module, name))
                 continue
             full = f"{fqn}.{name}" if fqn else name
+            taken = getattr(parameter, TAKEN, None)
+            if taken is not None:
+                raise ValueError(
+                    f"{full} is shared with {taken}, which another call of fully_shard has taken: "
+                    "sharded apart they would no longer be one parameter; shard the modules that "
+                    "share it in one call (fully_shard([a, b])), or leave both to the root's"
+                )
             if parameter.dim() == 0:
                 raise ValueError(
                     "fully_shard doesn't support scalar parameters. "

@@ -53,6 +53,8 @@ class Behaviour:
 
     Attributes:
         reshard_after_forward: give the full parameters up between forward and backward.
+        keeps_after_evaluation: without gradient the same choice holds; False for a root whose
+            choice is odc's: its parameters would be stale after an update that follows.
         reshard_after_backward: and after the backward.
         requires_sync: reduce gradients at the end of a backward; otherwise they add up unreduced.
         requires_all_reduce: on a mesh with replicas, add up over these as well.
@@ -65,6 +67,7 @@ class Behaviour:
     """
 
     reshard_after_forward: bool = True
+    keeps_after_evaluation: bool = True
     reshard_after_backward: bool = True
     requires_sync: bool = True
     requires_all_reduce: bool = True

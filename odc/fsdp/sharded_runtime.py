@@ -191,14 +191,14 @@ class ShardedRuntime(Passes):
                 "a rank of this model was lost: its process group cannot be used any more; start "
                 "all ranks again from a checkpoint"
             )
+        for reduction in self._reductions:  # first: they read the gradients that are dropped
+            for work in reduction.works:
+                work.wait()
+        self._reductions.clear()
         for group in self.groups:
             self.wait(group)
             group.reshard()
             group.drop_gradients()
-        for reduction in self._reductions:
-            for work in reduction.works:
-                work.wait()
-        self._reductions.clear()
 
     # -- gathering -------------------------------------------------------------------------------
 
@@ -256,6 +256,8 @@ class ShardedRuntime(Passes):
         behaviour = group.behaviour
         if phase in (Phase.FORWARD, Phase.EVALUATION):
             keep = not behaviour.reshard_after_forward
+            if phase == Phase.EVALUATION:  # no backward comes that would; an update may
+                keep = keep and behaviour.keeps_after_evaluation
         else:
             keep = not behaviour.reshard_after_backward
         if not keep:

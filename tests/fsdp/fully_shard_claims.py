@@ -533,3 +533,71 @@ def modules_of_one_group_may_run_apart_and_in_pieces(world: World) -> None:
                 chunked_backward(plain, batch(rank, 0), 1 / world.size)
             for parameter, wanted in zip(mine.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(parameter.grad.full_tensor(), wanted.grad)
+
+
+def same_data_losses(world: World, model: nn.Module, step: Any) -> list[float]:
+    """Losses of four steps on one batch for all ranks; `step` does what a loop does in between."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for number in range(4):
+        loss = loss_of(model, batch(0, number))
+        step(model, loss, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@claim(2)
+def an_evaluation_between_backward_and_update_leaves_nothing_stale(world: World) -> None:
+    def step(model: nn.Module, loss: Tensor, number: int) -> None:
+        loss.backward()
+        with torch.no_grad() if number % 2 else torch.inference_mode():
+            model(batch(0, number))
+
+    torch.manual_seed(1)
+    model = Net()
+    mine = sharded(world, model)
+    assert same_data_losses(world, mine, step) == same_data_losses(world, model, step)
+
+
+class Broken(torch.autograd.Function):
+    """Fails in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+
+@claim(2)
+def an_exception_in_backward_is_forgotten_after_zero_grad(world: World) -> None:
+    """Reductions were under way when it came."""
+
+    def step(model: nn.Module, loss: Tensor, number: int) -> None:
+        if number == 1:
+            hook = model.layers[1].up.register_forward_hook(lambda m, a, out: Broken.apply(out))
+            with pytest.raises(ValueError, match="boom"):
+                loss_of(model, batch(0, 7)).backward()
+            hook.remove()
+            model.zero_grad()
+            loss = loss_of(model, batch(0, number))
+        loss.backward()
+
+    torch.manual_seed(1)
+    model = Net()
+    mine = sharded(world, model)
+    assert same_data_losses(world, mine, step) == same_data_losses(world, model, step)
+
+
+@claim(2)
+def a_parameter_shared_between_two_calls_is_refused(world: World) -> None:
+    torch.manual_seed(1)
+    model = Net()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    odc.fully_shard(model.layers[0], mesh=world.mesh)
+    with pytest.raises(ValueError, match=r"up.weight is shared with up.weight"):
+        odc.fully_shard(model.layers[2], mesh=world.mesh)
