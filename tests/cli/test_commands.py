@@ -227,7 +227,10 @@ def test_eval_compares_every_policy_on_held_out_steps(profiled, predictor, capsy
         "lru+next_k",
         "lru+replay",
         "cost_aware+popularity",
+        "cost_aware+markov",
         "cost_aware+sklearn",
+        "auto+auto",
+        "auto+auto(sklearn)",
         "belady+oracle",
     ]
     assert rows["belady+oracle"]["misses"] <= rows["lru+none"]["misses"]
@@ -248,7 +251,7 @@ def test_eval_shows_what_the_run_measured_beside_the_simulated_row(profiled, cap
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if "(measured)" in line)
     assert lines[at - 1].split()[0] == lines[at].split()[0] == "cost_aware+popularity"
-    assert "its own budget of 12.0 MiB" in lines[at + 2]
+    assert any("its own budget of 12.0 MiB" in line for line in lines[at + 1 :])
 
 
 def test_eval_simulates_the_runs_own_policy_too(tiny, tmp_path, capsys):
