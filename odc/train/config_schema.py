@@ -376,10 +376,10 @@ class ShardingConfig(Section):
     shard_granularity: str = setting(
         "block", checks.granularity(), "what stays together on one rank"
     )
-    dbuffer_size: int = setting(
-        256 << 20,
-        checks.size(minimum=FRAME_BYTES, power_of_two=True),
-        "of full parameters and unreduced gradients kept for reuse",
+    dbuffer_size: int | None = setting(
+        None,
+        checks.optional(checks.size(minimum=FRAME_BYTES, power_of_two=True), off="auto"),
+        "of full parameters and unreduced gradients; auto: what hides communication",
     )
     planning_algorithm: str = setting(
         "greedy",

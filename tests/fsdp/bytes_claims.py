@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from odc.fsdp.sharded import ShardedGroup
 from odc.fsdp.sharded_runtime import ShardedRuntime
 from odc.memory.frames import FRAME_BYTES
 from tests.fsdp.claims import Entry, World, registry
+from tests.fsdp.comm_ranks import loopback_bytes
 from tests.fsdp.fully_shard_claims import Block, Net, batch, loss_of, sharded, train_ranks
 
 CLAIMS: dict[str, Entry] = {}
@@ -121,11 +121,6 @@ def payload(world: World, model: nn.Module) -> dict[str, int]:
 
 def moved_since(comm: GroupComm, before: dict[str, int]) -> dict[str, int]:
     return {op: moved - before.get(op, 0) for op, moved in received(comm).items()}
-
-
-def loopback_bytes() -> int:
-    """What the kernel says has crossed the loopback device."""
-    return int(Path("/sys/class/net/lo/statistics/rx_bytes").read_text())
 
 
 @claim(2, 3, slow=True)

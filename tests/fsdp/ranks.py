@@ -58,7 +58,7 @@ def _serve(rank: int, size: int, store: str, pipe: connection.Connection) -> Non
     os._exit(0)
 
 
-class World:
+class _World:
     """Ranks that wait for calls.
 
     Args:
@@ -123,7 +123,7 @@ class Worlds:
     """A world for every number of ranks, started when one is first called."""
 
     def __init__(self) -> None:
-        self._worlds: dict[int, World] = {}
+        self._worlds: dict[int, _World] = {}
 
     def run(
         self,
@@ -145,7 +145,7 @@ class Worlds:
         Raises:
             AssertionError: ranks raised, with their tracebacks, or gave no answer in time.
         """
-        world = self._worlds.pop(size, None) or World(size)
+        world = self._worlds.pop(size, None) or _World(size)
         try:
             answers = world.call(function, args, timeout_s, killed, last)
         except BaseException:

@@ -75,11 +75,23 @@ EVERY_POLICY = (*POLICIES, "belady+oracle")
 CHECKPOINTED_EXPERTS = "moe, checkpointed"
 
 
+# One of a kind: the others differ from these by one more property.
+FAST = (
+    "dense",
+    CHECKPOINTED_EXPERTS,
+    "tied, checkpointed",
+    "frozen in the middle, checkpointed",
+    "called twice",
+    "all sizes",
+)
+
+
 def models_and_updates():
-    """Every model; in the fast tier with one of the two updates."""
-    for index, name in enumerate(models.NAMES):
+    """Every model; in the fast tier some, with one of the two updates."""
+    assert set(FAST) <= set(models.NAMES)
+    for name in models.NAMES:
         for update in UPDATES:
-            fast = update == UPDATES[index % 2]
+            fast = name in FAST and update == UPDATES[FAST.index(name) % 2]
             yield pytest.param(name, update, marks=() if fast else (pytest.mark.slow,))
 
 
@@ -93,12 +105,17 @@ def test_no_policy_changes_a_bit(policy):
     check("dense", Loop(), paging("dense", policy=policy, update="backward"))
 
 
-@pytest.mark.parametrize("policy", ["belady+oracle", "cost_aware+random"])
+@pytest.mark.parametrize(
+    "policy", ["cost_aware+random", pytest.param("belady+oracle", marks=pytest.mark.slow)]
+)
 def test_no_policy_changes_a_bit_where_the_order_of_experts_is_free(policy):
     check(CHECKPOINTED_EXPERTS, Loop(), paging(CHECKPOINTED_EXPERTS, policy=policy))
 
 
-@pytest.mark.parametrize("name, update", [("dense", "backward"), (CHECKPOINTED_EXPERTS, "step")])
+@pytest.mark.parametrize(
+    "name, update",
+    [("dense", "backward"), pytest.param(CHECKPOINTED_EXPERTS, "step", marks=pytest.mark.slow)],
+)
 def test_a_home_on_disk_changes_no_bit(name, update):
     check(name, Loop(), paging(name, home="disk", update=update))
 
@@ -116,7 +133,9 @@ def test_a_home_of_two_tiers_changes_no_bit(name, update, host_mem):
     assert moved == {tier: (watch.loaded[tier], watch.stored[tier]) for tier in moved}
 
 
-@pytest.mark.parametrize("name", ["tied, checkpointed", CHECKPOINTED_EXPERTS])
+@pytest.mark.parametrize(
+    "name", ["tied, checkpointed", pytest.param(CHECKPOINTED_EXPERTS, marks=pytest.mark.slow)]
+)
 def test_clipping_by_the_global_norm_is_torch_s(name):
     check(name, Loop(max_grad_norm=0.3), paging(name))
 
@@ -141,7 +160,7 @@ def test_two_forwards_may_come_before_a_backward(name, update, order):
     check(name, Loop(forwards_first=order), paging(name, update=update))
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update", ["backward", pytest.param("step", marks=pytest.mark.slow)])
 def test_groups_larger_than_a_page_are_walked_page_by_page(update):
     check("all sizes", Loop(), Paging(20 * MIB, update=update, page_size=2 * MIB))
 

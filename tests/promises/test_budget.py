@@ -65,7 +65,9 @@ def samples_of(options: dict[str, Any]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("home", "update"), [("host", "step"), ("disk", "backward")])
+@pytest.mark.parametrize(
+    ("home", "update"), [("host", "step"), pytest.param("disk", "backward", marks=pytest.mark.slow)]
+)
 def test_pages_never_take_a_byte_more_than_page_budget(
     home: str, update: str, tmp_path: Path
 ) -> None:
