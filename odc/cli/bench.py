@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.ranks < 2 or args.repeats < 1:
         raise UsageError("--ranks must be at least 2 and --repeats at least 1")
+    if args.output is not None:
+        check_output(args.output)
     if args.sizes is not None:
         return _run_grid(args, _sizes(args.sizes), dtypes)
     tables = {}
@@ -202,6 +205,17 @@ def _write(path: Path, text: str, mode: str) -> None:
             file.write(text)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def check_output(path: Path) -> None:
+    """Refuses a file that could not be written when the measurements are done.
+
+    Raises:
+        UsageError: Its folder does not exist or cannot be written.
+    """
+    there = path if path.exists() else path.absolute().parent
+    if path.is_dir() or not os.access(there, os.W_OK):
+        raise UsageError(f"{path}: cannot be written; name a file in a folder that can")
 
 
 def choices(text: str, allowed: Sequence[str], option: str) -> list[str]:

@@ -54,7 +54,7 @@ def add_parser(kinds: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; returns the exit code."""
-    from odc.cli.bench import choices
+    from odc.cli.bench import check_output, choices
     from odc.cli.simulate import numbers
     from odc.train.policies import parse_policies
 
@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     policies = parse_policies(args.policy)
     if len(policies) != 1:
         raise UsageError(f"--policy: got {args.policy!r}; allowed: one policy")
+    if args.output is not None:
+        check_output(args.output)
     rows = _rows(args, homes, numbers(args.r, "--r"), policies[0])
     if args.json:
         print(json.dumps([row.as_json() for row in rows], indent=1))
@@ -95,14 +97,17 @@ def _rows(
 def format_rows(rows: "Sequence[PagingRow]") -> list[str]:
     """Returns the table as lines of Markdown."""
     lines = [
-        "| workload | home | r | step s (IQR) | simulated s | difference | stall s | simulated s "
-        "| own s | window bound s | best found s | link GB/s in, out | counts |",
+        "| workload | home | r asked, measured | step s (IQR) | simulated s | difference "
+        "| stall s | simulated s | own s | window bound s | best found s "
+        "| link GB/s in, out | counts |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        asked = "-" if row.asked_r is None else f"{row.asked_r:g}"
         best = "-" if row.best_found_s is None else f"{row.best_found_s:.4f}"
         lines.append(
-            f"| {row.workload} | {row.home} | {row.r:.2f} | {row.step_s:.4f} ({row.iqr_s:.4f}) "
+            f"| {row.workload} | {row.home} | {asked}, {row.r:.2f} "
+            f"| {row.step_s:.4f} ({row.iqr_s:.4f}) "
             f"| {row.simulated_step_s:.4f} | {row.difference:+.1%} | {row.stall_s:.4f} "
             f"| {row.simulated_stall_s:.4f} | {row.own_s:.4f} | {row.window_bound_s:.4f} | {best} "
             f"| {row.bandwidth_in / 1e9:.2f}, {row.bandwidth_out / 1e9:.2f} "

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from odc.sharding import Plan, TensorSpec
     from odc.sharding.groups import Group
 
+_MOST_RANKS = 1 << 20
 _EPILOG = """\
 examples:
   odc plan --shapes model.csv.gz --ranks 8,64,1024 --granularity rows:16
@@ -174,8 +175,11 @@ def _ranks(text: str) -> list[int]:
         found = [int(word) for word in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < 1:
-        raise UsageError(f"--ranks: got {text!r}; allowed: whole numbers from 1, as in 8,64,1024")
+    if not found or min(found) < 1 or max(found) > _MOST_RANKS:
+        raise UsageError(
+            f"--ranks: got {text!r}; allowed: whole numbers from 1 to {_MOST_RANKS:,}, as in "
+            "8,64,1024"
+        )
     return list(dict.fromkeys(found))
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from odc.cli.exits import UsageError
 
 _EPILOG = """\
-example:
+examples:
+  odc report runs/first
   odc report runs/first -o first.html
 """
 
@@ -24,7 +25,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE.html", help="file to write"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE.html",
+        help="file to write; default: report.html in the run directory",
     )
     parser.set_defaults(run=run)
 
@@ -35,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.run_dir.is_dir():
         raise UsageError(f"{args.run_dir}: no such folder; give a run directory")
+    output = args.output if args.output is not None else args.run_dir / "report.html"
     try:
-        write_report(args.run_dir, args.output)
+        write_report(args.run_dir, output)
     except OSError as error:
         raise UsageError(
-            f"{args.output}: cannot be written ({error.strerror}); name another file"
+            f"{output}: cannot be written ({error.strerror}); name another file with -o"
         ) from error
-    print(args.output)
+    print(output)
     return 0

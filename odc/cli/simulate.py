@@ -135,9 +135,16 @@ def _context(ctx: "ContextRow") -> str:
     first = "" if ctx.first_elapsed_s is None else f", the first {ctx.first_elapsed_s:.3f} s"
     best = "" if ctx.best_found_s is None else f", best found {ctx.best_found_s:.3f} s"
     return (
-        f"  context {ctx.ctx}: {ctx.passes} passes of {ctx.elapsed_s:.3f} s{first}{best}, "
+        f"  {_kind(ctx.ctx)}: {ctx.passes} passes of {ctx.elapsed_s:.3f} s{first}{best}, "
         f"compute {ctx.compute_s:.3f} s"
     )
+
+
+def _kind(ctx: int) -> str:
+    """What a context is: even ones train, by micro-batch; odd ones have no gradient."""
+    if ctx % 2:
+        return "no gradient" if ctx == 1 else f"no gradient, model {ctx // 2 + 1}"
+    return "training" if ctx == 0 else f"training, micro-batch {ctx // 2 + 1}"
 
 
 def _ratio(row: "SimRow", reference: float | None) -> str:
@@ -185,6 +192,8 @@ def _settings(case: "Case", args: argparse.Namespace) -> "Iterator[Setting]":
     if args.r is not None or (args.link is None and args.run_dir is None):
         ratios = numbers(args.r or "0.5,1,2", "--r")
     bandwidth = None if args.link is None else float(parse_rate(args.link))
+    if bandwidth == 0:
+        raise UsageError(f"--link: got {args.link!r}; allowed: rates above 0, as in 2GB/s")
     for budget in args.budget.split(","):
         for r in ratios:
             yield make_setting(case, budget=_budget(budget), r=r, bandwidth=bandwidth)
@@ -196,9 +205,14 @@ def _budget(word: str) -> float | int:
 
     if not word.endswith("%"):
         return parse_size(word)
-    share = numbers(word[:-1], "--budget")[0] / 100
-    if share > 1:
-        raise UsageError(f"--budget: got {word!r}; allowed: up to 100%, or a size such as 300MB")
+    try:
+        share = float(word[:-1]) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"--budget: got {word!r}; allowed: above 0% and up to 100%, or a size such as 300MB"
+        )
     return share
 
 

@@ -28,12 +28,14 @@ class Folder:
         free_bytes: that this user may take.
         filesystem: its type, as in ``mount``.
         direct: whether files in it can be read and written past the page cache; None: not tried.
+        exists: False where it would be made.
     """
 
     path: Path
     free_bytes: int
     filesystem: str
     direct: bool | None
+    exists: bool = True
 
     @property
     def is_memory(self) -> bool:
@@ -211,13 +213,23 @@ def _reclaimable(folder: Path, name: str) -> int:
 
 def look_at(folder: Path, root: Path = _ROOT) -> Folder:
     """Space, file system and direct I/O of a folder, or of the one that it would be made in."""
+    there = nearest_folder(folder)
+    free = os.statvfs(there)
+    return Folder(
+        folder,
+        free.f_bavail * free.f_frsize,
+        filesystem_of(there, root),
+        _takes_direct(there),
+        exists=os.path.exists(folder),
+    )
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder, or the nearest around it that exists: where it would be made."""
     there = folder.absolute()
     while not os.path.exists(there) and there != there.parent:  # also where it may not be asked
         there = there.parent
-    free = os.statvfs(there)
-    return Folder(
-        folder, free.f_bavail * free.f_frsize, filesystem_of(there, root), _takes_direct(there)
-    )
+    return there
 
 
 def filesystem_of(path: Path, root: Path = _ROOT) -> str:

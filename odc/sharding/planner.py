@@ -180,6 +180,9 @@ def _place(
             piece = make_piece(tensor.numel, block, rules.aligned_numel(dtype))
             number, offset = free[dtype, piece].pop()
         placements.append(Placement(tensor, block, number, offset))
+    if placements and not buffers:  # nothing but empty tensors: their views need a buffer to lie in
+        dtype = rules.dtype_of(placements[0].tensor)
+        buffers.append(SubBuffer(dtype, rules.unit(dtype)))
     return tuple(buffers), tuple(placements)
 
 

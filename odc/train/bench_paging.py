@@ -103,6 +103,7 @@ class PagingRow:
     """Medians over cycles, a step each; times in s.
 
     Attributes:
+        asked_r: What the emulated link was made for; `None`: a disk, as fast as it is.
         r: As measured: of the compute times and the link's figures below.
         step_s: Measured: computing, `stall_s` of waiting for transfers, `own_s` of the pager.
         iqr_s: Interquartile range of the measured step over the repeats.
@@ -116,6 +117,7 @@ class PagingRow:
     home: str
     policy: str
     budget: float
+    asked_r: float | None
     r: float
     step_s: float
     iqr_s: float
@@ -203,6 +205,7 @@ def _row(
         home=task.home,
         policy=task.policy,
         budget=task.budget,
+        asked_r=task.r,
         r=ratio_of(timed, link.bandwidth_in),
         step_s=statistics.median(steps),
         iqr_s=high - low,

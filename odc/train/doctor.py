@@ -162,7 +162,8 @@ def format_report(report: Report) -> str:
         if found.why:
             lines.append(f"{'':<8} {'':<{width}}  why: {found.why}")
         if found.how:
-            lines.append(f"{'':<8} {'':<{width}}  set: {found.how}")
+            label = "may" if found.level == Level.OK else "set"
+            lines.append(f"{'':<8} {'':<{width}}  {label}: {found.how}")
     if report.links is not None and report.measured_now:
         lines += ["", *format_links(report.links)]
     counts = {level: sum(f.level == level for f in report.findings) for level in Level}

@@ -228,7 +228,8 @@ def disk(machine: Machine, rates: tuple[float, float] | None, refused: str = "")
     """
     folder = machine.folder
     assert folder is not None, "the doctor always looks at one"
-    what = f"{folder.path} ({folder.filesystem}): {format_bytes(folder.free_bytes)} free"
+    new = "" if folder.exists else ", does not exist yet: made when training begins"
+    what = f"{folder.path} ({folder.filesystem}{new}): {format_bytes(folder.free_bytes)} free"
     if rates is not None:
         what += f", reads {rates[0] / 1e9:.2f} GB/s, writes {rates[1] / 1e9:.2f} GB/s"
     if refused:

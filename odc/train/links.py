@@ -30,7 +30,7 @@ from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind, Tier
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
 from odc.memory.home import DiskHome, Home, HostHome, default_folder
-from odc.memory.machine import gather
+from odc.memory.machine import gather, nearest_folder
 from odc.memory.pages import Page
 from odc.memory.replay import Link
 from odc.train.files import atomic_path, user_cache_dir
@@ -113,7 +113,7 @@ def measure_links(folder: str | os.PathLike[str] | None = None, say: Say = print
     """
     target = default_folder(folder)
     found: dict[Tier, TierLink] = {}
-    with _bench(target) as bench:
+    with _bench(nearest_folder(target)) as bench:
         for tier in (Tier.HOST, Tier.DISK):
             say(f"{tier.name.lower()}: loads and stores of 8, 16 and 32 MiB, alone and together")
             found[tier] = bench.tier(tier)
@@ -146,7 +146,8 @@ def measure_disk(
     Raises:
         ConfigError: The folder cannot be written, or memory or disk have too little room.
     """
-    with _bench(default_folder(folder), tiers=(Tier.DISK,), span=span_bytes) as bench:
+    target = nearest_folder(default_folder(folder))
+    with _bench(target, tiers=(Tier.DISK,), span=span_bytes) as bench:
         bench.fill(Tier.DISK)
         rates = [bench.rate(Tier.DISK, kind, SLICE_BYTES, seconds) for kind in _KINDS]
     return rates[0], rates[1]

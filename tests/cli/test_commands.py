@@ -306,6 +306,9 @@ def test_dashboard_needs_a_folder_and_off_this_machine_a_token(profiled, capsys)
 def test_report_writes_one_file_and_names_what_it_cannot_use(profiled, tmp_path, capsys):
     assert main(["report", str(profiled), "-o", str(tmp_path / "run.html")]) == 0
     assert "<html" in (tmp_path / "run.html").read_text()[:1000].lower()
+    assert main(["report", str(profiled)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(profiled / "report.html")
+    (profiled / "report.html").unlink()
     assert main(["report", "/no/such/run", "-o", str(tmp_path / "none.html")]) == 2
     assert "/no/such/run: no such folder" in errors(capsys)[0]
     assert main(["report", str(profiled), "-o", str(tmp_path / "run.html" / "x.html")]) == 2

@@ -79,6 +79,7 @@ def test_the_page_holds_all_it_needs(shapes, tmp_path, capsys):
     [
         (["--ranks", "0"], "--ranks: got '0'"),
         (["--ranks", "-4"], "--ranks: got '-4'"),
+        (["--ranks", "99999999999"], "whole numbers from 1 to 1,048,576"),
         (["--ranks", "8,x"], "--ranks: got '8,x'"),
         (["--ranks", "8", "--granularity", "wrong"], "granularity 'wrong' is unknown"),
         (["--ranks", "8", "--granularity", "tile:4,5"], "hold no whole tiles of 5 columns"),

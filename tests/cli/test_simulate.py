@@ -88,13 +88,15 @@ def test_the_table_has_ratios_to_the_bound_and_to_the_best(capsys):
 def test_contexts_have_lines_of_their_own(capsys):
     words = ["--workload", "W4", "--budget", "50%", "--r", "1", "--policy", "lru+none"]
     assert main(["simulate", *words, "--warm-up", "4", "--steps", "4", "--moves", "0"]) == 0
-    assert "context" not in capsys.readouterr().out
+    assert "no gradient" not in capsys.readouterr().out
     assert (
         main(["simulate", *words, "--warm-up", "4", "--steps", "4", "--moves", "0", "--contexts"])
         == 0
     )
     told = capsys.readouterr().out
-    assert all(f"context {ctx}: " in told for ctx in (0, 1, 3))
+    assert all(
+        f"  {kind}: " in told for kind in ("training", "no gradient", "no gradient, model 2")
+    )
 
 
 def test_a_run_is_simulated_on_its_recorded_link(capsys):
@@ -124,9 +126,14 @@ def test_a_linear_program_that_is_too_large_is_told_and_left_out(capsys):
         (["--workload", "W1", "--policy", "magic"], "policy: got 'magic'; allowed: all, or"),
         (["--workload", "W1", "--policy", "belady+replay"], "allowed: belady+oracle"),
         (["--workload", "W1", "--budget", "1%"], "needs 4; use at least 4.2%"),
-        (["--workload", "W1", "--budget", "200%"], "--budget: got '200%'; allowed: up to 100%"),
+        (
+            ["--workload", "W1", "--budget", "200%"],
+            "got '200%'; allowed: above 0% and up",
+        ),
         (["--workload", "W1", "--budget", "half"], "'half' is no size"),
-        (["--workload", "W1", "--budget", "x%"], "--budget: got 'x'; allowed: numbers above 0"),
+        (["--workload", "W1", "--budget=-5%"], "--budget: got '-5%'; allowed: above 0% and up"),
+        (["--workload", "W1", "--budget", "x%"], "--budget: got 'x%'; allowed: above 0% and up"),
+        (["--workload", "W1", "--link", "0"], "--link: got '0'; allowed: rates above 0"),
         (["--workload", "W1", "--r", "0"], "--r: got '0'; allowed: numbers above 0"),
         (["--workload", "W1", "--r", "1", "--link", "1GB/s"], "--r and --link both choose"),
         (["--workload", "W1", "--link", "fast"], "'fast' is no rate"),

@@ -601,3 +601,17 @@ def a_parameter_shared_between_two_calls_is_refused(world: World) -> None:
     odc.fully_shard(model.layers[0], mesh=world.mesh)
     with pytest.raises(ValueError, match=r"up.weight is shared with up.weight"):
         odc.fully_shard(model.layers[2], mesh=world.mesh)
+
+
+@claim(2)
+def a_group_of_nothing_but_empty_parameters_trains(world: World) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(0, 0, bias=False))
+    model[1].register_forward_pre_hook(lambda module, args: (args[0][:, :0],))
+    model[1].register_forward_hook(lambda module, args, output: args[0].sum(1) + output.sum(1))
+    for part in (model[1], model):
+        odc.fully_shard(part, mesh=world.mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert model[1].weight.shape == (0, 0)

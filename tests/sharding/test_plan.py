@@ -147,6 +147,9 @@ def test_a_tensor_without_elements_and_a_scalar_are_placed():
     assert plan.numel == 13
     assert plan.local_units("none") == (0, 0, 0)
     assert plan_group([], 4).padding == 0
+    nothing = plan_group(tensors[:1], 3)
+    nothing.verify()
+    assert nothing.local_units("none") == (0, 0, 0) and nothing.numel == 0
 
 
 def moved(plan: Plan, number: int, **changes: int) -> Plan:

@@ -104,7 +104,9 @@ def test_a_disk_has_its_own_ratio(tmp_path: Path) -> None:
 
 def test_rows_count_if_their_repeats_are_close() -> None:
     def row(iqr_s: float) -> PagingRow:
-        return PagingRow("W1", "host", "", 0.5, 1.0, 1.0, iqr_s, 0, 0, 1.1, 0, 1, None, 1, 1, [])
+        return PagingRow(
+            "W1", "host", "", 0.5, 1.0, 1.0, 1.0, iqr_s, 0, 0, 1.1, 0, 1, None, 1, 1, []
+        )
 
     assert row(0.05).counts and not row(0.051).counts
     assert row(0.0).difference == pytest.approx(0.1)

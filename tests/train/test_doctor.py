@@ -49,6 +49,7 @@ def made(folder: Path) -> Links:
 
 def test_every_link_is_measured_with_the_runtime_s_own_parts(quick: None, tmp_path: Path) -> None:
     told: list[str] = []
+    (tmp_path / "home").mkdir()
     found = links.measure_links(tmp_path / "home", told.append)
     for tier in (found.host, found.disk):
         assert [row[0] for row in tier.by_slice] == list(SLICES)
@@ -106,6 +107,7 @@ def test_too_little_room_to_measure_is_refused(
     room: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Folder(tmp_path, 1 << 20 if room == "disk" else GIB, "ext4", True)
+    (tmp_path / "small").mkdir()
     small = Machine(GIB, 1 << 20 if room == "memory" else GIB, folder=folder)
     monkeypatch.setattr(links, "gather", lambda path: small)
     with pytest.raises(ConfigError, match=f"{where}a quarter of what is free"):
@@ -191,6 +193,12 @@ def test_reports_are_lines_with_reasons_and_a_count(tmp_path: Path) -> None:
     assert "disk store" in told and lines[-1] == "1 OK, 0 ADVICE, 1 PROBLEM"
     assert Report(findings, None, False).has_problem
     assert findings[1].level == Level.PROBLEM
+
+
+def test_a_folder_that_does_not_exist_is_not_made(quick: None, tmp_path: Path) -> None:
+    told = format_report(examine(tmp_path / "new" / "home", measure=True))
+    assert "does not exist yet" in told and "measured now" in told
+    assert not (tmp_path / "new").exists()
 
 
 def test_examining_leaves_nothing_behind(quick: None, tmp_path: Path) -> None:
