@@ -291,11 +291,7 @@ def test_keys_without_effect_are_marked_in_the_resolved_file(tmp_path):
         for line in (tmp_path / "config.yaml").read_text().splitlines()
         if line.endswith("# inactive: no effect yet")
     ]
-    assert marked == [
-        "where",
-        "priority_buckets",
-        "overlap_factor",
-    ]
+    assert marked == ["priority_buckets", "overlap_factor"]
 
 
 scalars = st.one_of(

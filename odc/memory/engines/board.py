@@ -117,7 +117,7 @@ class Board:
             for used in update.pages:
                 after = _join(after, self._last_store.get(used))
                 after = _join(after, self._last_update.get(used))
-                self._last_update[used] = ticket
+            self._last_update.update(dict.fromkeys(update.pages, ticket))
         else:
             ticket.line = self.moves
         if after:
