@@ -287,7 +287,7 @@ def _traced_spec(columns: dict[str, np.ndarray], rows: list[int]) -> GroupSpec:
     parameter = [r for r, k in zip(rows, kinds, strict=True) if k == Kind.PARAMETER]
     slots = {int(columns["slot"][r]) for r, k in zip(rows, kinds, strict=True) if k == Kind.MOMENT}
     first = rows[0]
-    return GroupSpec(
+    spec = GroupSpec(
         str(columns["module_path"][first]),
         int(columns["bytes"][parameter].sum()),
         len(slots),
@@ -296,3 +296,5 @@ def _traced_spec(columns: dict[str, np.ndarray], rows: list[int]) -> GroupSpec:
         int(columns["expert"][first]),
         int(columns["set"][first]),
     )
+    # A small group with pages of its own for gradients was updated at home.
+    return replace(spec, at_home=True) if spec.has_gradient and spec.compact else spec
