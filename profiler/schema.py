@@ -55,6 +55,7 @@ class Op(enum.IntEnum):
     WRITE = 1
     CREATE = 2  # fresh content: a frame is needed, nothing is loaded
     DROP = 3
+    UPDATE = 4  # the gradient goes home, the optimizer runs there, parameters must be loaded anew
 
 
 class Act(enum.IntEnum):
@@ -68,6 +69,7 @@ class Act(enum.IntEnum):
     CANCEL = 5
     DROP = 6  # died without being stored
     STALL = 7  # `wait_ns` spent waiting for `page` on behalf of need `seq`
+    UPDATE = 8  # the optimizer ran at home over `page`, which holds parameters
 
 
 class Tier(enum.IntEnum):

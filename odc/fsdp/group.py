@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from odc.fsdp.adamw import Chunk
 from odc.fsdp.parameter import (
     AbsentParameter,
     PagedParameter,
@@ -55,13 +56,27 @@ def lay_out(places: list[Place]) -> tuple[list[Slot], int]:
 
 
 @dataclass(slots=True)
-class Chunk:
-    """The piece of a parameter that lies in one part (page) of its ranges; 1-D views."""
+class GroupLayout:
+    """What becomes a group.
 
-    index: int
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    moments: tuple[torch.Tensor, ...]
+    Attributes:
+        unit: the unit whose group it is.
+        places: the parameters.
+        trainable: whether they have gradients and moments.
+        at_home: whether moments stay at home, where the group is then updated.
+        masters: whether parameters of less than float32 have a value in float32 at home.
+    """
+
+    unit: Unit
+    places: list[Place]
+    trainable: bool
+    at_home: bool = False
+    masters: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its parameters."""
+        return lay_out(self.places)[1]
 
 
 class ParamGroup:
@@ -69,26 +84,21 @@ class ParamGroup:
 
     Args:
         manager: owns the pages.
-        unit: the unit whose group this is.
-        places: the parameters.
-        trainable: whether they have gradients and moments.
-        num_moments: optimizer moments.
+        layout: what it consists of.
+        num_moments: optimizer moments, if it is trained.
     """
 
-    def __init__(
-        self,
-        manager: MemoryManager,
-        unit: Unit,
-        places: list[Place],
-        trainable: bool,
-        num_moments: int,
-    ) -> None:
+    def __init__(self, manager: MemoryManager, layout: GroupLayout, num_moments: int) -> None:
+        unit, places, trainable = layout.unit, layout.places, layout.trainable
         self.manager = manager
         self.unit = unit
         self.places = places
         self.trainable = trainable
         self.slots, num_bytes = lay_out(places)
-        moments = num_moments if trainable else 0
+        at_home = layout.at_home and trainable
+        reduced = any(s.dtype.itemsize < 4 for s in self.slots)
+        self.masters = layout.masters and at_home and reduced
+        moments = num_moments + self.masters if trainable else 0
         name = unit.fqn or "(root)"
         self.spec = GroupSpec(
             name if trainable else f"{name} (frozen)",
@@ -98,6 +108,8 @@ class ParamGroup:
             unit.layer,
             unit.expert,
             unit.set_index if trainable else -1,
+            at_home,
+            2 if self.masters else 1,
         )
         self.group, buffers = manager.add_group(self.spec)
         self._flat = {key: torch.frombuffer(b, dtype=torch.uint8) for key, b in buffers.items()}
@@ -109,6 +121,7 @@ class ParamGroup:
         self.used: dict[int, int] = {}  # gradients not zeroed since: the step that used each
         self.received: set[int] = set()  # in this backward
         self.unsettled = False  # gradients came since the group was last updated or parked
+        self.written: set[int] = set()  # parts that somebody else than an update has written
         self.updates = 0
         self.plain_grad = False
         self.frozen = not trainable  # for good: it has no pages for a gradient
@@ -142,23 +155,33 @@ class ParamGroup:
             self._chunks = [self._cut(p) for p in range(self.manager.table.parts(self.group))]
         return self._chunks[part]
 
-    def _cut(self, part: int) -> list[Chunk]:
+    def cuts(self, part: int) -> list[tuple[int, int, int]]:
+        """(index, begin, end) in bytes of a range, of the parameters that lie in one part."""
         page_size = self.manager.table.page_size
         start, end = part * page_size, (part + 1) * page_size
         if self.spec.compact:
             start, end = 0, self.spec.num_bytes
-        chunks = []
+        cuts = []
         for index, slot in enumerate(self.slots):
             low, high = max(start, slot.offset), min(end, slot.offset + slot.num_bytes)
-            if low >= high:
-                continue
+            if low < high:
+                cuts.append((index, low, high))
+        return cuts
+
+    def indices(self, part: int) -> list[int]:
+        """The parameters that lie in one part, by index."""
+        return [index for index, _, _ in self.cuts(part)]
+
+    def _cut(self, part: int) -> list[Chunk]:
+        chunks = []
+        for index, low, high in self.cuts(part):
 
             def piece(
                 kind: Kind,
                 moment: int = 0,
                 low: int = low,
                 high: int = high,
-                dtype: torch.dtype = slot.dtype,
+                dtype: torch.dtype = self.slots[index].dtype,
             ) -> torch.Tensor:
                 return self._flat[kind, moment][low:high].view(dtype)
 
@@ -171,6 +194,31 @@ class ParamGroup:
                 )
             )
         return chunks
+
+    # -- what stays at home ----------------------------------------------------------------------
+
+    def has_master(self, index: int) -> bool:
+        """Whether a parameter has a value in float32 at home."""
+        return self.masters and self.slots[index].dtype.itemsize < 4
+
+    def moment_dtype(self, index: int) -> torch.dtype:
+        """Of a parameter's moments."""
+        return torch.float32 if self.has_master(index) else self.slots[index].dtype
+
+    def home_view(self, buffer: Any, index: int) -> torch.Tensor:
+        """A parameter-shaped view of a range of moments at home, which ``buffer`` holds."""
+        slot, dtype = self.slots[index], self.moment_dtype(index)
+        numel = slot.shape.numel()
+        if not numel:
+            return torch.empty(slot.shape, dtype=dtype)
+        offset = slot.offset * self.spec.moment_scale
+        flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
+        return flat.view(slot.shape)
+
+    def note_written(self) -> None:
+        """Parameters are about to be written by somebody else than an update."""
+        if self.masters:
+            self.written.update(range(self.manager.table.parts(self.group)))
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -240,6 +288,9 @@ class ParamGroup:
             self.manager.drop(self.group, Kind.GRADIENT)
         elif self.gradient_live:
             self.manager.forget(self.group, Kind.GRADIENT)
+        self._forget_pages()
+
+    def _forget_pages(self) -> None:
         self.gradient_live = self.gradient_pinned = False
         self.has_gradient = [False] * len(self.slots)
         self.norms.clear()
@@ -247,7 +298,10 @@ class ParamGroup:
     def use_gradients(self, step: int) -> None:
         """The update of ``step`` used the gradients."""
         self.used.update((i, step) for i, present in enumerate(self.has_gradient) if present)
-        self.end_gradient()
+        if self.spec.at_home:  # they have left, and are at home until the update has run
+            self._forget_pages()
+        else:
+            self.end_gradient()
 
     def forget_gradient(self, index: int) -> None:
         """``p.grad = None`` for one parameter."""
@@ -280,6 +334,8 @@ class ParamGroup:
         return self._pins > 0
 
     def pin_parameters(self, phase: Phase, op: Op = Op.READ) -> None:
+        if op != Op.READ:
+            self.note_written()
         self.manager.access(self.group, [(Kind.PARAMETER, op)], phase)
         self._pins += 1
         if self._pins == 1:

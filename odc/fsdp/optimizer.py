@@ -18,12 +18,15 @@ from typing import Any
 import torch
 
 from odc.errors import ConfigError
-from odc.fsdp.group import Chunk, ParamGroup
+from odc.fsdp.adamw import Settings, update
+from odc.fsdp.group import ParamGroup
+from odc.fsdp.home_update import HomeUpdates, Job
 from odc.fsdp.parameter import PagedParameter
 from odc.fsdp.runtime import Runtime
 from odc.memory.events import Kind, Op, Phase
 
 NUM_MOMENTS = 2
+STATE_NAMES = ("exp_avg", "exp_avg_sq", "master")  # by slot of what lies beside a parameter
 _SUPPORTED = ("lr", "betas", "eps", "weight_decay", "maximize", "fused")
 _KNOWN = frozenset(inspect.signature(torch.optim.AdamW).parameters)  # its own word on the others
 # Arguments of odc.paged, for whoever misspells one.
@@ -39,6 +42,8 @@ _PAGED = (
     "update",
     "accumulate",
     "max_grad_norm",
+    "where",
+    "master_weights",
     "memory",
 )
 
@@ -111,6 +116,7 @@ class PagedAdamW(torch.optim.Optimizer):
         settable = ("lr", "betas", "eps", "weight_decay", "maximize")
         defaults |= {k: v for k, v in options.items() if k in settable}
         super().__init__(params, defaults)
+        self._home_updates = HomeUpdates(runtime.manager)
         self._steps: dict[tuple[int, int], torch.Tensor] = {}
         self._hyper: dict[tuple[int, int], dict[str, Any]] = {}
         self._order: list[PagedParameter] = []
@@ -235,26 +241,10 @@ class PagedAdamW(torch.optim.Optimizer):
     def _update(
         self, group: ParamGroup, phase: Phase, coefficient: torch.Tensor | None = None
     ) -> None:
-        manager = self._runtime.manager
-        op = Op.READ if coefficient is None else Op.WRITE
-        if not group.gradient_pinned:
-            manager.access(group.group, [(Kind.GRADIENT, op)], phase)
-            group.gradient_pinned = True
-        for index, present in enumerate(group.has_gradient):
-            if present and (group.group, index) in self._steps:
-                self._steps[group.group, index] += 1
-        needs = [(Kind.PARAMETER, Op.WRITE), (Kind.MOMENT, Op.WRITE)]
-        for part in range(manager.table.parts(group.group)):
-            manager.access(group.group, needs, phase, part)
-            try:
-                chunks = [c for c in group.chunks(part) if group.has_gradient[c.index]]
-                if coefficient is not None:
-                    for chunk in chunks:
-                        chunk.gradient.mul_(coefficient)
-                self._run_kernel(group, chunks)
-            finally:
-                manager.release(group.group, Kind.PARAMETER, part)
-                manager.release(group.group, Kind.MOMENT, part)
+        if group.spec.at_home:
+            self._update_at_home(group, phase, coefficient)
+        else:
+            self._update_on_device(group, phase, coefficient)
         group.updates += 1
         # the fused kernel does not: a graph that saved the old values must say so
         torch.autograd.graph.increment_version(
@@ -265,30 +255,56 @@ class PagedAdamW(torch.optim.Optimizer):
         else:
             group.use_gradients(self._runtime.num_steps)
 
-    def _run_kernel(self, group: ParamGroup, chunks: list[Chunk]) -> None:
-        by_hyper: dict[int, tuple[dict[str, Any], list[Chunk]]] = {}
-        for chunk in chunks:
-            hyper = self._hyper.get((group.group, chunk.index))
-            if hyper is not None:
-                by_hyper.setdefault(id(hyper), (hyper, []))[1].append(chunk)
-        for hyper, members in by_hyper.values():
-            torch._fused_adamw_(
-                [c.parameter for c in members],
-                [c.gradient for c in members],
-                [c.moments[0] for c in members],
-                [c.moments[1] for c in members],
-                [],
-                [self._steps[group.group, c.index] for c in members],
-                amsgrad=False,
-                lr=float(hyper["lr"]),
-                beta1=hyper["betas"][0],
-                beta2=hyper["betas"][1],
-                weight_decay=hyper["weight_decay"],
-                eps=hyper["eps"],
-                maximize=hyper["maximize"],
-                grad_scale=None,
-                found_inf=None,
-            )
+    def _update_at_home(
+        self, group: ParamGroup, phase: Phase, coefficient: torch.Tensor | None
+    ) -> None:
+        jobs = self._jobs(group)
+        group.unpin_gradient()
+        self._runtime.manager.update(
+            group.group,
+            phase,
+            lambda part: self._home_updates.make(group, part, jobs, coefficient),
+        )
+        self._count(group, jobs)
+
+    def _update_on_device(
+        self, group: ParamGroup, phase: Phase, coefficient: torch.Tensor | None
+    ) -> None:
+        manager = self._runtime.manager
+        op = Op.READ if coefficient is None else Op.WRITE
+        if not group.gradient_pinned:
+            manager.access(group.group, [(Kind.GRADIENT, op)], phase)
+            group.gradient_pinned = True
+        jobs = self._jobs(group)
+        self._count(group, jobs)
+        needs = [(Kind.PARAMETER, Op.WRITE), (Kind.MOMENT, Op.WRITE)]
+        for part in range(manager.table.parts(group.group)):
+            manager.access(group.group, needs, phase, part)
+            try:
+                for job in jobs:
+                    chunks = [c for c in group.chunks(part) if c.index in job.steps]
+                    if chunks:
+                        steps = [job.steps[c.index] for c in chunks]
+                        update(chunks, steps, job.settings, coefficient)
+            finally:
+                manager.release(group.group, Kind.PARAMETER, part)
+                manager.release(group.group, Kind.MOMENT, part)
+
+    def _jobs(self, group: ParamGroup) -> list[Job]:
+        """What is to be updated, by parameter group of the optimizer, with the next steps."""
+        jobs: dict[int, Job] = {}
+        for index, present in enumerate(group.has_gradient):
+            hyper = self._hyper.get((group.group, index))
+            if not present or hyper is None:
+                continue
+            job = jobs.setdefault(id(hyper), Job(Settings.of(hyper), {}))
+            job.steps[index] = self._steps[group.group, index] + 1
+        return list(jobs.values())
+
+    def _count(self, group: ParamGroup, jobs: list[Job]) -> None:
+        for job in jobs:
+            for index, step in job.steps.items():
+                self._steps[group.group, index] = step
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -307,7 +323,8 @@ class PagedAdamW(torch.optim.Optimizer):
         for group in self._runtime.groups:
             if not group.trainable:
                 continue
-            moments = [self._runtime.copy_out(group, Kind.MOMENT, m) for m in range(NUM_MOMENTS)]
+            slots = range(group.spec.num_moments)
+            moments = [self._runtime.copy_out(group, Kind.MOMENT, m) for m in slots]
             for index, parameter in enumerate(group.parameters):
                 step = self._steps.get((group.group, index))
                 if step is not None and step.item() and id(parameter) in numbers:
@@ -316,6 +333,8 @@ class PagedAdamW(torch.optim.Optimizer):
                         "exp_avg": moments[0][index],
                         "exp_avg_sq": moments[1][index],
                     }
+                    if group.has_master(index):
+                        state[numbers[id(parameter)]]["master"] = moments[2][index]
         packed["state"] = dict(sorted(state.items()))
         return packed
 
@@ -326,28 +345,55 @@ class PagedAdamW(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self._runtime.updated_in_backward = False  # what an interrupted backward did is undone
         self._hyper.clear()
+        found: dict[tuple[int, int], dict[str, torch.Tensor] | None] = {}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 self._hyper[parameter._group.group, parameter._index] = group
-                self._load_one(parameter, state.get(number))
+                self._check_shapes(parameter, state.get(number))
+                found[parameter._group.group, parameter._index] = state.get(number)
+        for own in self._runtime.groups:
+            mine = {
+                i: found[key] for i in range(len(own.slots)) if (key := (own.group, i)) in found
+            }
+            if mine:
+                self._load_group(own, mine)
 
-    def _load_one(self, parameter: PagedParameter, saved: dict[str, torch.Tensor] | None) -> None:
-        group, index = parameter._group, parameter._index
-        manager = self._runtime.manager
-        for name in ("exp_avg", "exp_avg_sq"):
+    @staticmethod
+    def _check_shapes(parameter: PagedParameter, saved: dict[str, torch.Tensor] | None) -> None:
+        for name in STATE_NAMES[:NUM_MOMENTS]:
             if saved is not None and saved[name].shape != parameter.shape:
                 raise ValueError(
                     f"{name} of {parameter._fqn} has shape {tuple(saved[name].shape)}, the "
                     f"parameter's is {tuple(parameter.shape)}"
                 )
-        self._steps[group.group, index].fill_(float(saved["step"]) if saved else 0.0)
-        manager.access(group.group, [(Kind.MOMENT, Op.WRITE)], Phase.OTHER)
-        try:
-            for slot, name in enumerate(("exp_avg", "exp_avg_sq")):
-                view = group.view(Kind.MOMENT, index, slot)
-                if saved is None:
-                    view.zero_()
-                else:
-                    view.copy_(saved[name])
-        finally:
-            manager.release(group.group, Kind.MOMENT)
+
+    def _load_group(
+        self, group: ParamGroup, saved: dict[int, dict[str, torch.Tensor] | None]
+    ) -> None:
+        """Take the state of a group's parameters, by index; None: it has not begun."""
+        manager = self._runtime.manager
+        if group.spec.at_home:
+            for slot, name in enumerate(STATE_NAMES[: group.spec.num_moments]):
+                with manager.at_home(group.group, Kind.MOMENT, slot, write=True) as buffer:
+                    for index, state in saved.items():
+                        _take(group.home_view(buffer, index), name, state)
+        else:
+            manager.access(group.group, [(Kind.MOMENT, Op.WRITE)], Phase.OTHER)
+            try:
+                for slot, name in enumerate(STATE_NAMES[:NUM_MOMENTS]):
+                    for index, state in saved.items():
+                        _take(group.view(Kind.MOMENT, index, slot), name, state)
+            finally:
+                manager.release(group.group, Kind.MOMENT)
+        group.note_written()  # a state without masters leaves those that parameters have
+        for index, state in saved.items():
+            step = float(state["step"]) if state else 0.0
+            self._steps[group.group, index] = torch.tensor(step, dtype=torch.float32)
+
+
+def _take(view: torch.Tensor, name: str, state: dict[str, torch.Tensor] | None) -> None:
+    """One value of a parameter's state; without one it is zero, but for a master, which stays."""
+    if state is not None and name in state:
+        view.copy_(state[name])
+    elif name != STATE_NAMES[-1]:
+        view.zero_()

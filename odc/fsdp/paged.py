@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from odc.errors import ConfigError
-from odc.fsdp.group import ParamGroup, UnitGroups
+from odc.fsdp.group import GroupLayout, ParamGroup, UnitGroups
+from odc.fsdp.group_layouts import check_where, choose_home, lay_out_groups
 from odc.fsdp.hooks import UnitHooks
 from odc.fsdp.optimizer import NUM_MOMENTS, PagedAdamW, check_options
 from odc.fsdp.parameter import PagedParameter, _refuse_copy
@@ -196,6 +197,8 @@ def paged(
     update: str = "step",
     accumulate: int = 1,
     max_grad_norm: float | None = None,
+    where: str = "device",
+    master_weights: bool = False,
     memory: MemoryManager | None = None,
     **options: Any,
 ) -> tuple[M, PagedAdamW | None]:
@@ -228,6 +231,13 @@ def paged(
             be thrown away.
         accumulate: backwards before ``opt.step()``; only ``update="backward"`` needs it.
         max_grad_norm: clip gradients by their global norm, as ``clip_grad_norm_`` does.
+        where: where groups are updated. ``"device"`` moves moments over the link; ``"home"``
+            updates where they live: a gradient goes there, the optimizer runs beside the
+            computation, and moments have no pages on the device. ``"auto"`` chooses for each
+            group, by the rates of link and update (``odc/memory/update_place.py``). Results are
+            the same to the last bit.
+        master_weights: for a model in bfloat16: parameters and moments in float32 at home, of which
+            the model's are roundings; needs ``where="home"``.
         memory: a manager made by hand, instead of the memory arguments above.
         **options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``.
 
@@ -240,6 +250,7 @@ def paged(
         BudgetError: a group does not fit; says which budget would do.
     """
     _check(model, optimizer, update, accumulate, max_grad_norm, options)
+    check_where(where, master_weights, optimizer)
     _check_memory(memory, total_mem, page_budget)
     if memory is None:
         memory = MemoryManager(
@@ -254,12 +265,14 @@ def paged(
     has_meta = any(p.is_meta for p in model.parameters())
     if has_meta and init is None:
         raise ValueError("the model is on the meta device: pass init=(fqn, module) -> None")
-    moments = NUM_MOMENTS if optimizer is not None else 0
-    groups, groups_of = _make_groups(memory, units, moments, optimizer is not None)
+    layouts = lay_out_groups(units, optimizer is not None)
+    if optimizer is not None:
+        choose_home(memory, layouts, where, master_weights)
+    groups, groups_of = _make_groups(memory, units, layouts)
     memory.seal(
         _set_groups(sets, groups_of),
         _held(units, groups_of),
-        gradients_come_home=update == "step" or accumulate > 1,
+        gradients_come_home=update == "step" or accumulate > 1 or any(x.at_home for x in layouts),
     )
     _fill(model, memory, units, groups_of, init if has_meta else None)
     runtime = Runtime(
@@ -338,18 +351,12 @@ def _check_memory(
 
 
 def _make_groups(
-    memory: MemoryManager, units: list[Unit], moments: int, train: bool
+    memory: MemoryManager, units: list[Unit], layouts: list[GroupLayout]
 ) -> tuple[list[ParamGroup], dict[int, UnitGroups]]:
-    groups: list[ParamGroup] = []
-    groups_of: dict[int, UnitGroups] = {}
-    for unit in units:
-        own = groups_of.setdefault(id(unit), UnitGroups()).own
-        for trainable in (True, False):
-            places = [p for p in unit.owned if (p.parameter.requires_grad and train) == trainable]
-            if places:
-                group = ParamGroup(memory, unit, places, trainable, moments)
-                own.append(group)
-                groups.append(group)
+    groups_of = {id(unit): UnitGroups() for unit in units}
+    groups = [ParamGroup(memory, layout, NUM_MOMENTS) for layout in layouts]
+    for group in groups:
+        groups_of[id(group.unit)].own.append(group)
     for unit in units:
         borrowed = {id(place.parameter) for place in unit.borrowed}
         for other in unit.tied:

@@ -243,6 +243,9 @@ class Runtime(Passes):
 
     def copy_out(self, group: ParamGroup, kind: Kind, slot: int = 0) -> list[torch.Tensor]:
         """Copies of a group's parameters, gradients or one of its moments."""
+        if kind == Kind.MOMENT and group.spec.at_home:
+            with self.manager.at_home(group.group, kind, slot) as buffer:
+                return [group.home_view(buffer, i).clone() for i in range(len(group.slots))]
         self.manager.access(group.group, [(kind, Op.READ)], Phase.OTHER)
         try:
             return [group.view(kind, i, slot).clone() for i in range(len(group.slots))]

@@ -27,6 +27,12 @@ class Use:
     created: bool
     dirties: bool
     dies: bool
+    goes: bool = False  # home, for an update there: it leaves whatever a schedule says
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is gone when the use ends, with no choice."""
+        return self.dies or self.goes
 
 
 @dataclass(slots=True)
@@ -97,6 +103,7 @@ class Cycle:
 
     def _add_order(self, number: int, order: RecordedOrder) -> None:
         ends: dict[int, list[int]] = {}  # place at which uses end
+        begun = len(self.uses)
         for place, entry in enumerate(order.entries):
             station = order.stations.stations[entry.station]
             moments = sorted(
@@ -112,6 +119,8 @@ class Cycle:
             for use in ends.pop(place, []):
                 self.uses[use].end = len(self.events) - 1
                 event.ends.append(use)
+            if entry.goes:
+                self._let_go(order.stations.member_pages(entry.station, entry.goes), begun)
             rest = max(entry.dur_ns - held_ns, 0.0)
             self.events.append(Event((number, place), compute_ns=rest))
         for left in ends.values():  # held to the end of the pass
@@ -138,6 +147,13 @@ class Cycle:
                 event.uses.append(opened[page])
                 dies = bool(entry.drops & bit)
                 self.uses.append(Use(page, 0, created, dirties, dies))
+
+    def _let_go(self, pages: Sequence[int], begun: int) -> None:
+        """Pages leave for an update: at the end of their last use of this pass."""
+        last = {self.uses[u].page: u for u in range(begun, len(self.uses))}
+        for page in pages:
+            if page in last:
+                self.uses[last[page]].goes = True
 
     def _link(self) -> None:
         by_page: dict[int, list[int]] = {}

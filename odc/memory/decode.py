@@ -22,7 +22,7 @@ def decode(cycle: Cycle, keep: Keep, waits: list[int] | None = None) -> tuple[fl
     """
     uses, frames = cycle.uses, cycle.frames
     room = cycle.num_frames - sum(
-        frames[uses[u].page] for u in cycle.around if keep[u] and not uses[u].dies
+        frames[uses[u].page] for u in cycle.around if keep[u] and not uses[u].leaves
     )
     room -= sum(frames[page] for page in cycle.resident)
     if room < 0:
@@ -74,7 +74,7 @@ class _Lines:
         ready = self.now
         for u in event.uses:
             use, last = cycle.uses[u], cycle.before[u]
-            here = last >= 0 and keep[last] and not cycle.uses[last].dies
+            here = last >= 0 and keep[last] and not cycle.uses[last].leaves
             if use.created or not here:
                 if not self._take(cycle.frames[use.page]):
                     return False
@@ -117,7 +117,7 @@ class _Lines:
 
     def _end(self, u: int, kept: bool) -> None:
         use = self.cycle.uses[u]
-        if kept and not use.dies:
+        if kept and not use.leaves:
             return
         when = self.now
         if self.dirty[use.page]:

@@ -35,6 +35,7 @@ class Op(IntEnum):
     WRITE = 1  # read and changed: must be loaded, becomes dirty
     CREATE = 2  # fresh content: gets frames, is not loaded
     DROP = 3  # dead: frames are given back, nothing is stored
+    UPDATE = 4  # goes home, where the update runs; the parameters on the device are old then
 
 
 class Act(IntEnum):
@@ -46,6 +47,7 @@ class Act(IntEnum):
     CANCEL = 5
     DROP = 6
     STALL = 7
+    UPDATE = 8  # the optimizer ran at home
 
 
 class Tier(IntEnum):

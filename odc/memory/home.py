@@ -42,11 +42,14 @@ class Traffic:
     Attributes:
         num_bytes: room for the pages that live there.
         bytes_in, bytes_out: loaded from it, and stored to it.
+        read_bytes, written_bytes: by updates at home, over no link to the device.
     """
 
     num_bytes: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
 
 
 class Home(Protocol):
@@ -66,6 +69,15 @@ class Home(Protocol):
     def load(self, page: int, offset: int, address: int, num_bytes: int) -> None: ...
 
     def store(self, page: int, offset: int, address: int, num_bytes: int) -> None: ...
+
+    def address(self, page: int, offset: int) -> int:
+        """Where a place of the home lies in memory; 0 if it does not."""
+
+    def read(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        """As ``load``, where nothing goes to the device."""
+
+    def write(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        """As ``store``, where nothing comes from the device."""
 
     @property
     def used_bytes(self) -> int:
@@ -111,6 +123,16 @@ class HostHome:
             self._spare_used[offset] = num_bytes
         ctypes.memmove(self._base + offset, address, num_bytes)
         self.traffic[Tier.HOST].bytes_out += num_bytes
+
+    def address(self, page: int, offset: int) -> int:
+        """Where a place of the home lies in memory."""
+        return self._base + offset
+
+    def read(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        ctypes.memmove(address, self._base + offset, num_bytes)
+
+    def write(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        ctypes.memmove(self._base + offset, address, num_bytes)
 
     def close(self) -> None:
         if self._base:
@@ -202,6 +224,18 @@ class DiskHome:
         self._transfer(os.pwritev, "write", page, offset, address, num_bytes)
         self.traffic[Tier.DISK].bytes_out += num_bytes
 
+    def address(self, page: int, offset: int) -> int:
+        """0: it lies on disk."""
+        return 0
+
+    def read(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        self._transfer(os.preadv, "read", page, offset, address, num_bytes)
+        self.traffic[Tier.DISK].read_bytes += num_bytes
+
+    def write(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        self._transfer(os.pwritev, "write", page, offset, address, num_bytes)
+        self.traffic[Tier.DISK].written_bytes += num_bytes
+
     def _transfer(self, call, verb, page, offset, address, num_bytes) -> None:  # type: ignore[no-untyped-def]
         done = 0
         while done < num_bytes:
@@ -276,7 +310,7 @@ class TieredHome:
         *,
         option: str = "home_dir",
     ) -> None:
-        sizes = np.array([p.num_frames * FRAME_BYTES for p in pages], np.int64)
+        sizes = np.array([p.home_frames * FRAME_BYTES for p in pages], np.int64)
         eager = on_host & ~spare
         # Spare host memory lies behind the rest, as HostHome has it.
         self._shift = np.zeros(len(pages), np.int64)  # from a page's offset to that in its tier
@@ -308,12 +342,23 @@ class TieredHome:
         return Tier.HOST if self._on_host[page] else Tier.DISK
 
     def load(self, page: int, offset: int, address: int, num_bytes: int) -> None:
-        home = self.host if self._on_host[page] else self.disk
-        home.load(page, offset + self._shifts[page], address, num_bytes)
+        self._home(page).load(page, offset + self._shifts[page], address, num_bytes)
 
     def store(self, page: int, offset: int, address: int, num_bytes: int) -> None:
-        home = self.host if self._on_host[page] else self.disk
-        home.store(page, offset + self._shifts[page], address, num_bytes)
+        self._home(page).store(page, offset + self._shifts[page], address, num_bytes)
+
+    def address(self, page: int, offset: int) -> int:
+        """Where a place of the home lies in memory; 0 if it lies on disk."""
+        return self._home(page).address(page, offset + self._shifts[page])
+
+    def read(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        self._home(page).read(page, offset + self._shifts[page], address, num_bytes)
+
+    def write(self, page: int, offset: int, address: int, num_bytes: int) -> None:
+        self._home(page).write(page, offset + self._shifts[page], address, num_bytes)
+
+    def _home(self, page: int) -> HostHome | DiskHome:
+        return self.host if self._on_host[page] else self.disk
 
     def close(self) -> None:
         self.host.close()

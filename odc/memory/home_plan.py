@@ -103,16 +103,17 @@ def plan_home(
         gradients_come_home: False where each gradient is used up before its pages must go.
     """
     spare = np.array([p.kind == Kind.GRADIENT for p in table.pages], bool)
+    sizes = np.array([p.home_frames for p in table.pages], np.int64)
     on_host = np.full(len(table.pages), options.kind == "host")
     if options.kind == "host+disk":
         host_mem = options.host_mem
         if host_mem is None:
             host_mem = host_mem_that_fits(machine, frame_bytes, rest_bytes)
         traffic = traffic_of(table, gradients_come_home)
-        on_host = choose_host_pages(table.num_frames, traffic, host_mem // FRAME_BYTES)
+        on_host = choose_host_pages(sizes, traffic, host_mem // FRAME_BYTES)
 
     def size(chosen: np.ndarray) -> int:
-        return int(table.num_frames[chosen].sum()) * FRAME_BYTES
+        return int(sizes[chosen].sum()) * FRAME_BYTES
 
     needs = Needs(
         home=options.kind,

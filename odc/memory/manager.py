@@ -11,7 +11,8 @@ import ctypes
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from odc.errors import BudgetError, OdcError
 from odc.memory.engines.threads import ThreadEngine
@@ -19,6 +20,7 @@ from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
 from odc.memory.home import Home
 from odc.memory.home_plan import HomeOptions, HomePlan, make_home, plan_home
+from odc.memory.home_range import HomeRange
 from odc.memory.ledger import Ledger
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
@@ -28,6 +30,7 @@ from odc.memory.preflight import check
 from odc.memory.scores import PopularityScorer
 from odc.memory.stations import Stations
 from odc.memory.transfers import Transfers
+from odc.memory.update_place import TrainedGroup, UpdateRates, choose_home, measure_rates
 from odc.memory.victims import CostAware, EvictionPolicy
 from odc.sizes import exact_size, format_bytes, parse_size
 
@@ -112,17 +115,39 @@ class MemoryManager(Pager):
         """Whether everything stays resident."""
         return self.ledger.total_bytes is None and self.ledger.fixed_page_bytes is None
 
+    def choose_home(
+        self, groups: Sequence[TrainedGroup], update_rate: Callable[[], float], frozen_bytes: int
+    ) -> list[bool]:
+        """For each trainable group, whether ``auto`` has it updated at home.
+
+        Args:
+            groups: all of them.
+            update_rate: measures the bytes/s of parameters that are updated at home.
+            frozen_bytes: frames of what is not trained.
+        """
+        options = self._home_options
+        needed = frozen_bytes + sum(group.frame_bytes for group in groups)
+        page_bytes = None if self.unlimited else self.ledger.first_page_bytes(needed, 0)
+
+        def measure() -> UpdateRates:
+            on_disk = options.kind != "host"
+            return measure_rates(update_rate(), self._link_bandwidth, on_disk, options.folder)
+
+        return choose_home(groups, page_bytes, measure, frozen_bytes)
+
     def add_group(self, spec: GroupSpec) -> tuple[int, Buffers]:
         """Reserve a group's ranges.
 
         Returns:
-            Its id and a buffer for each (kind, slot). A compact group's buffers lie in one range.
+            Its id and a buffer for each (kind, slot), but for moments that stay at home. A compact
+            group's buffers lie in one range.
         """
         buffers: Buffers = {}
         keys = [(Kind.PARAMETER, 0)]
         if spec.has_gradient:
             keys.append((Kind.GRADIENT, 0))
-        keys += [(Kind.MOMENT, slot) for slot in range(spec.num_moments)]
+        if not spec.at_home:
+            keys += [(Kind.MOMENT, slot) for slot in range(spec.num_moments)]
         if spec.compact:
             whole = self._reserve(max(spec.state_bytes, 1))
             self._ranges.append(whole)
@@ -189,6 +214,33 @@ class MemoryManager(Pager):
         super().__init__(table, library, transfers, self._eviction, prefetcher, self._tuning)
         self._least_frames = least
         self.hold_pinned()
+
+    # -- what lies at home -----------------------------------------------------------------------
+
+    @contextmanager
+    def at_home(
+        self, group: int, kind: Kind, slot: int = 0, write: bool = False
+    ) -> Iterator[ctypes.Array[ctypes.c_uint8]]:
+        """The bytes of one of a group's ranges at home, when no update runs on them any more.
+
+        In host memory the bytes themselves, from disk a copy that is written back.
+
+        Args:
+            group: group id.
+            kind, slot: which range.
+            write: whether they are changed.
+
+        Raises:
+            PageIOError: the home could not be read or written, or an update of the group failed.
+        """
+        table, home = self.table, self.home
+        assert home is not None, "the manager is sealed"
+        self.transfers.finish_updates(table.of(group, Kind.PARAMETER))
+        pages = [table.pages[p] for p in table.of(group, kind) if table.pages[p].slot == slot]
+        with HomeRange(home, pages) as found:
+            yield found.buffer
+            if write:
+                found.write_back()
 
     def _plan_home(self, frame_bytes: int, gradients_come_home: bool) -> HomePlan:
         """Divide pages among the tiers of the home, and compare that with the machine."""

@@ -49,7 +49,7 @@ class Entry:
     """A visit of a recorded order.
 
     Attributes:
-        station, phase, kinds, creates, writes, drops, at_ns, held_ns, span: as in ``Visit``.
+        station, phase, kinds, creates, writes, drops, goes, at_ns, held_ns, span: as in ``Visit``.
         dur_ns: compute until the next visit, smoothed over passes.
         chance: share of passes that made it, the recent ones counting more.
         used, order: members of the last visit of a set.
@@ -67,6 +67,7 @@ class Entry:
     held_ns: float = 0.0
     span: int = 0
     drops: int = 0
+    goes: int = 0
     used: np.ndarray | None = None
     order: list[int] = field(default_factory=list)
 
@@ -84,12 +85,13 @@ class Entry:
 
     @property
     def dies(self) -> bool:
-        """Whether what the entry makes fresh dies in it."""
-        return bool(self.creates) and not self.creates & ~self.drops
+        """Whether what the entry makes fresh dies or goes home in it."""
+        return bool(self.creates) and not self.creates & ~(self.drops | self.goes)
 
     def take(self, visit: Visit) -> None:
         """How the entry was visited this time."""
         self.creates, self.writes, self.drops = visit.creates, visit.writes, visit.drops
+        self.goes = visit.goes
         self.span = visit.span
         share = _SMOOTH if self.held_ns or any(self.at_ns) else 1.0
         self.held_ns += share * (visit.held_ns - self.held_ns)
@@ -112,6 +114,7 @@ class RecordedOrder:
         uses: for each entry of a single group, its pages; () for a set.
         at: for each page, the entries of single groups that need its content, ascending.
         held_at: for each page, those and the ones that make it fresh.
+        goes_at: for each page, the entries of single groups in which it leaves for an update.
         mirror: for each backward entry, the forward entry it mirrors; -1 for none.
         of_station: entries of each set's station, ascending.
         lasting_fresh, dying_fresh: before each entry, the frames that entries make fresh and that
@@ -137,6 +140,7 @@ class RecordedOrder:
         self.uses: list[tuple[int, ...]] = []
         self.at: list[list[int]] = [[] for _ in stations.table.pages]
         self.held_at: list[list[int]] = self.at
+        self.goes_at: dict[int, list[int]] = {}
         self.mirror: list[int] = []
         self.of_station: dict[int, list[int]] = {}
         self._places: dict[int, list[int]] = {}
@@ -156,8 +160,9 @@ class RecordedOrder:
             entry.chance += rate * (1.0 - entry.chance)
             dur_ns = min(visit.dur_ns, _OUTLIER * entry.dur_ns + _OUTLIER_NS)
             entry.dur_ns += _SMOOTH * (dur_ns - entry.dur_ns)
+            moved = visit.goes != entry.goes
             entry.take(visit)
-            if visit.kinds | entry.kinds != entry.kinds:
+            if visit.kinds | entry.kinds != entry.kinds or moved:
                 entry.kinds |= visit.kinds
                 grown = True
             if visit.used is not None:
@@ -245,6 +250,7 @@ class RecordedOrder:
         self.at = [[] for _ in stations.table.pages]
         self.held_at = [[] for _ in stations.table.pages]
         self.of_station, self._places = {}, {}
+        self.goes_at = {}
         forward: dict[int, int] = {}
         for place, entry in enumerate(entries):
             self.start_ns.append(self.total_ns)
@@ -264,6 +270,8 @@ class RecordedOrder:
                 self.at[page].append(place)
             for page in stations.member_pages(entry.station, entry.kinds | entry.creates):
                 self.held_at[page].append(place)
+            for page in stations.member_pages(entry.station, entry.goes) if entry.goes else ():
+                self.goes_at.setdefault(page, []).append(place)
         self.is_certain = not self.of_station and min(self._chances, default=0.0) >= CERTAIN
         self.writes = any(entry.writes for entry in entries)
         self._sum_fresh()

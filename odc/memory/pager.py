@@ -8,7 +8,7 @@ first; an access waits for its own pages whatever was planned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from odc.memory.ahead import Lookahead, Tuning
@@ -213,14 +213,20 @@ class Pager:
         failed: Exception | None = None
         for page in ids:  # all of them, whatever happens to one
             try:
-                if self.table.state[page] == PageState.LOADING:
-                    self.transfers.settle(page)
+                self._discard(page)
             except Exception as error:
                 failed = failed or error
-            if self.table.state[page] == PageState.RESIDENT:
-                self.room.drop(page)
         if failed is not None:
             raise failed
+
+    def _discard(self, page: int) -> None:
+        """Give the frames of a page back whose content is dead."""
+        try:
+            if self.table.state[page] == PageState.LOADING:
+                self.transfers.settle(page)
+        finally:
+            if self.table.state[page] == PageState.RESIDENT:
+                self.room.drop(page)
 
     def forget(self, group: int, kind: Kind) -> None:
         """Content of unpinned pages is dead (a gradient that was zeroed)."""
@@ -229,6 +235,44 @@ class Pager:
         for page in self.table.of(group, kind):
             self.table.pins[page] += 1
         self.drop(group, kind)
+
+    def update(
+        self, group: int, phase: Phase, run_of: Callable[[int], Callable[[], None] | None]
+    ) -> None:
+        """A group's gradient goes home, where the group is updated; does not wait for it.
+
+        Its parameters leave the device: the next access loads what the update made of them.
+
+        Args:
+            group: group id; nothing of it is pinned.
+            phase: for the recorded order and the trace.
+            run_of: for each part, what updates it; None where nothing has a gradient.
+
+        Raises:
+            RuntimeError: its parameters are pinned.
+            PageIOError: the home could not be read or written, or an earlier update failed.
+        """
+        table = self.table
+        if any(table.pins[p] for p in table.of(group, Kind.PARAMETER)):
+            raise RuntimeError(
+                f"{table.groups[group].name} cannot be updated at home while its parameters are in "
+                "use on the device; leave model.resident(...) before opt.step()"
+            )
+        compute_ns = self._account()
+        visit = self._enter(group, phase)
+        visit.go_home(1 << Kind.PARAMETER | 1 << Kind.GRADIENT, self.stations.member_of[group])
+        if self.sink is not None:
+            self._write_need(group, Kind.GRADIENT, Op.UPDATE, compute_ns, Phase(visit.phase))
+        self.room.poll()
+        gradients = table.of(group, Kind.GRADIENT)
+        for part, page in enumerate(table.of(group, Kind.PARAMETER)):
+            run = run_of(part)
+            if run is None:
+                self._discard(gradients[part])
+            else:
+                self.room.update(page, gradients[part], run)
+        self._think()
+        self._mark = self._engine.now_ns()
 
     def hold_pinned(self) -> None:
         """Groups of a few KiB stay: pin them for good."""

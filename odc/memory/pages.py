@@ -33,7 +33,7 @@ class PageState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page. ``offset`` is its place in the home."""
+    """One page. ``offset`` is its place in the home; one that never leaves it has no frames."""
 
     page: int
     group: int
@@ -44,6 +44,11 @@ class Page:
     num_frames: int
     address: int
     offset: int
+
+    @property
+    def home_frames(self) -> int:
+        """Room that it takes in the home, in frames."""
+        return frames_for(self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,9 @@ class GroupSpec:
         num_moments: optimizer moments; 0 for a frozen group.
         has_gradient: False for a frozen group.
         layer, expert, set_index: place in the model; -1 where there is none.
+        at_home: it is updated at home: its moments have no frames and never leave.
+        moment_scale: bytes of a moment at home, in bytes of the parameters (2 for moments of
+            float32 beside parameters of bfloat16).
     """
 
     name: str
@@ -65,18 +73,21 @@ class GroupSpec:
     layer: int = -1
     expert: int = -1
     set_index: int = -1
+    at_home: bool = False
+    moment_scale: int = 1
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of all kinds, where they are of one size."""
         return self.num_bytes * (1 + self.num_moments + int(self.has_gradient))
 
     @property
     def compact(self) -> bool:
-        return self.state_bytes <= FRAME_BYTES
+        return self.state_bytes <= FRAME_BYTES and not self.at_home
 
     @property
     def pinned(self) -> bool:
-        return self.state_bytes <= PINNED_BYTES
+        return self.state_bytes <= PINNED_BYTES and not self.at_home
 
 
 @dataclass(slots=True)
@@ -126,7 +137,8 @@ class PageTable:
         )
         moments: tuple[int, ...] = ()
         for slot in range(spec.num_moments):
-            moments += self._add_range(group, Kind.MOMENT, slot, spec.num_bytes, addresses)
+            size = spec.num_bytes * spec.moment_scale
+            moments += self._add_range(group, Kind.MOMENT, slot, size, addresses)
         self._by_kind[group, Kind.MOMENT] = moments
         return group
 
@@ -140,6 +152,9 @@ class PageTable:
     ) -> tuple[int, ...]:
         ids = []
         frames_per_page = max(self.page_size // FRAME_BYTES, 1)
+        stays = kind == Kind.MOMENT and self.groups[group].at_home
+        if stays:  # its parts are those of the parameters
+            frames_per_page *= self.groups[group].moment_scale
         total = frames_for(num_bytes)
         for part, first in enumerate(range(0, total, frames_per_page)):
             frames = min(frames_per_page, total - first)
@@ -155,7 +170,8 @@ class PageTable:
             address = addresses.get((kind, slot), 0) + start
             # whole 4 KiB blocks, so that direct I/O takes it as it is
             size = -(-size // 4096) * 4096
-            self.pages.append(Page(page, group, kind, slot, part, size, frames, address, offset))
+            held = 0 if stays else frames
+            self.pages.append(Page(page, group, kind, slot, part, size, held, address, offset))
             ids.append(page)
         return tuple(ids)
 
@@ -271,7 +287,7 @@ def _traced_spec(columns: dict[str, np.ndarray], rows: list[int]) -> GroupSpec:
     parameter = [r for r, k in zip(rows, kinds, strict=True) if k == Kind.PARAMETER]
     slots = {int(columns["slot"][r]) for r, k in zip(rows, kinds, strict=True) if k == Kind.MOMENT}
     first = rows[0]
-    return GroupSpec(
+    spec = GroupSpec(
         str(columns["module_path"][first]),
         int(columns["bytes"][parameter].sum()),
         len(slots),
@@ -280,3 +296,5 @@ def _traced_spec(columns: dict[str, np.ndarray], rows: list[int]) -> GroupSpec:
         int(columns["expert"][first]),
         int(columns["set"][first]),
     )
+    # A small group with pages of its own for gradients was updated at home.
+    return replace(spec, at_home=True) if spec.has_gradient and spec.compact else spec

@@ -234,6 +234,8 @@ class OrderPrefetcher:
         library = self.library
         uses = order.at[page]
         after = library.end_ns + self._after[page]
+        if order.goes_at and self._goes_ahead(page, order):
+            after = max(after, UNKNOWN_NS / 2)  # what comes after the update is no use of this copy
         if not uses:
             return after
         first = bisect_right(uses, library.position)
@@ -249,6 +251,13 @@ class OrderPrefetcher:
                 return time
             return _mean_time(library.now_ns, chance, time, after)
         return after
+
+    def _goes_ahead(self, page: int, order: RecordedOrder) -> bool:
+        """Whether a page still leaves for an update in this pass."""
+        goes, library = order.goes_at.get(page), self.library
+        if not goes or goes[-1] < library.position:
+            return False
+        return goes[-1] > library.position or not library.live or not library.live[-1].goes
 
     def _has_to_leave(self, page: int, order: RecordedOrder) -> bool:
         """Whether the schedule lets a page go after its last use."""
@@ -466,10 +475,16 @@ class OrderPrefetcher:
                         yield page, self._fresh_ahead()
             self._again.pop(0)
         while self._cursor <= last:
+            updates = self._updates_before(self._cursor)
             for page in self._pages_at(self._cursor):
-                if absent[page]:
+                if absent[page] and not (updates and self._goes_ahead(page, updates)):
                     yield page, self._fresh_ahead()
             self._cursor += 1
+
+    def _updates_before(self, serial: int) -> RecordedOrder | None:
+        """This pass's order, if an entry of a later pass needs what it updates at home."""
+        order = self._orders[0]
+        return order if order.goes_at and serial >= self._offsets[1] else None
 
     def _go_back(self) -> None:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""

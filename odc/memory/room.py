@@ -6,7 +6,7 @@ goes by it; else the policy's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from odc.errors import BudgetError
 from odc.memory.auto_eviction import Auto
 from odc.memory.issue import take_victims
-from odc.memory.pages import PageTable
+from odc.memory.pages import PageState, PageTable
 from odc.memory.plan import LEAVES_NS, Prefetcher
 from odc.memory.plan_sets import UNKNOWN_NS
 from odc.memory.transfers import Transfers
@@ -193,6 +193,16 @@ class Room:
         for page in pages:
             self.policy.evicted(page)
             self.transfers.evict(page)
+
+    def update(self, page: int, gradient: int, run: Callable[[], None]) -> None:
+        """Parameters and their gradient leave; the parameters are updated at home."""
+        for leaves in (page, gradient):
+            if self.table.state[leaves] == PageState.RESIDENT:
+                self.policy.evicted(leaves)
+        self.transfers.update(page, gradient, run)
+        if self.chooser is not None and self.chooser.awake:
+            for left in (page, gradient):
+                self.chooser.dropped(left)
 
     def drop(self, page: int) -> None:
         """A resident page's content died."""

@@ -55,7 +55,7 @@ class Belady:
         for u in event.ends:
             page = cycle.uses[u].page
             self._pinned.discard(page)
-            if cycle.uses[u].dies:
+            if cycle.uses[u].leaves:
                 self._free += cycle.frames[page]
                 self._here.pop(page, None)
             else:
@@ -129,7 +129,7 @@ class Greedy:
     def _end(self, u: int) -> None:
         use = self.cycle.uses[u]
         self.pinned.discard(use.page)
-        if use.dies:
+        if use.leaves:
             self.dirty[use.page] = 0
             del self.until[use.page]
             self.free += self.cycle.frames[use.page]

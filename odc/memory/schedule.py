@@ -91,7 +91,7 @@ def search(
 def _improve(
     cycle: Cycle, keep: Keep, best: tuple[float, float], work: int, rng: random.Random
 ) -> tuple[Keep, tuple[float, float]]:
-    lasting = [u for u, use in enumerate(cycle.uses) if not use.dies and cycle.next[u] >= 0]
+    lasting = [u for u, use in enumerate(cycle.uses) if not use.leaves and cycle.next[u] >= 0]
     waits: list[int] = []
     decode(cycle, keep, waits)
     moves = min(_MOVES, work // (cycle.rounds * max(len(cycle.uses), 1)))
@@ -134,7 +134,7 @@ def _schedule(cycle: Cycle, keep: Keep, best: tuple[float, float]) -> Schedule:
     for event in cycle.events:
         number, place = event.place
         for u in event.uses:
-            if not keep[u] and not cycle.uses[u].dies:
+            if not keep[u] and not cycle.uses[u].leaves:
                 leaves[number][place].add(cycle.uses[u].page)
     frozen = [[frozenset(pages) for pages in order] for order in leaves]
     real = range(cycle.num_uses, len(cycle.uses))

@@ -36,6 +36,7 @@ class Visit:
         station, phase: what recurs.
         kinds: bit set of kinds whose content was needed (a fresh gradient's was not).
         creates, writes, drops: bit sets of kinds that were made fresh, changed, and let die.
+        goes: bit set of kinds that have left the device for an update at home.
         at_ns: by kind, compute from the beginning of the visit to its first need.
         held_ns: compute from the beginning of the visit to its last release.
         span: visits that began while its pages were held.
@@ -54,6 +55,7 @@ class Visit:
     held_ns: float = 0.0
     span: int = 0
     drops: int = 0
+    goes: int = 0
     used: np.ndarray | None = None
     order: list[int] = field(default_factory=list)
     dur_ns: float = 0.0
@@ -73,6 +75,14 @@ class Visit:
             self.kinds |= bit
         if op != Op.READ:
             self.writes |= bit
+        self._use(member)
+
+    def go_home(self, kinds: int, member: int) -> None:
+        """Kinds have left for an update at home."""
+        self.goes |= kinds
+        self._use(member)
+
+    def _use(self, member: int) -> None:
         if self.used is not None and not self.used[member]:
             self.used[member] = True
             self.order.append(member)

@@ -7,18 +7,25 @@ written again or dies; one that has started runs on, and the page stays dirty.
 
 Errors of commands are raised by ``poll``, ``settle``, ``wait_any`` and ``drain``, once, when the
 books are right again: a page whose store failed is resident and dirty, one whose load failed is at
-home. The caller may go on or try again.
+home. The caller may go on or try again. Where an update at home failed, what lies there may be half
+of it: every later use of its page raises the error again.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from odc.memory.engines.base import CommandKind, Priority, Ticket, TransferEngine
+from odc.memory.engines.base import (
+    CommandKind,
+    HomeUpdate,
+    Priority,
+    Ticket,
+    TransferEngine,
+)
 from odc.memory.events import Act, Sink, Tier
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.pages import PageState, PageTable
@@ -82,6 +89,11 @@ class Transfers:
         self.total_in = 0  # bytes loaded since the beginning
         self.loading: dict[int, Ticket] = {}
         self.storing: dict[int, _Storing] = {}
+        self.updating: dict[int, Ticket] = {}  # by page of parameters
+        self.update_bytes = 0  # of parameters that were updated at home
+        self.update_ns = 0  # how long that took
+        self._broken: dict[int, BaseException] = {}  # by page: the update that failed
+        self._old: set[int] = set()  # pages on their way out whose frames nobody wants back
         self.in_flight_bytes = 0
         self.out_flight_bytes = 0
         self.prefetched: set[int] = set()
@@ -166,7 +178,8 @@ class Transfers:
             seq: the need it serves, -1 for a prefetch.
             spare: free frames that should be left, if others are on their way.
         """
-        after = self._book(page, spare)
+        self._check_whole(page)
+        after = self._behind_update(page, self._book(page, spare))
         priority = Priority.NORMAL if seq < 0 else Priority.URGENT
         ticket = self.engine.submit(CommandKind.LOAD, self.table.pages[page], after, priority)
         self.table.set_state(page, PageState.LOADING)
@@ -220,15 +233,19 @@ class Transfers:
     def cancel_one_prefetch(self) -> bool:
         """Take back the prefetch that was queued last; False if none can be."""
         for page in reversed(list(self.loading)):
-            ticket = self.loading[page]
             if page not in self.prefetched or self.table.pins[page]:  # somebody waits for it
                 continue
-            if not self.engine.cancel(ticket):
-                continue
-            num_bytes = self._forget_load(page)
-            self._record(None, -1, page, Act.CANCEL, self.tier_of(page), Tier.DEVICE, num_bytes)
-            return True
+            if self._cancel_load(page):
+                return True
         return False
+
+    def _cancel_load(self, page: int) -> bool:
+        """Take a load back that has not begun."""
+        if not self.engine.cancel(self.loading[page]):
+            return False
+        num_bytes = self._forget_load(page)
+        self._record(None, -1, page, Act.CANCEL, self.tier_of(page), Tier.DEVICE, num_bytes)
+        return True
 
     def _forget_load(self, page: int) -> int:
         """Undo ``load`` or ``create`` in the books; returns the bytes that did not move."""
@@ -279,7 +296,7 @@ class Transfers:
         What is being stored goes on being stored.
         """
         ticket = self._evicting.get(page)
-        if ticket is None or self.table.state[page] != PageState.EVICTING:
+        if ticket is None or self.table.state[page] != PageState.EVICTING or page in self._old:
             return False
         frames = self.table.frames[page]
         entry = (ticket, frames)
@@ -293,6 +310,82 @@ class Transfers:
         self.num_resident += 1
         self._record(None, -1, page, Act.CANCEL, Tier.DEVICE, self.tier_of(page), 0)
         return True
+
+    def update(self, page: int, gradient: int, run: Callable[[], None]) -> None:
+        """Give parameters and their gradient up, and update them at home.
+
+        Nothing has them pinned. What the home lacks is stored first; what is loaded or stored
+        there from now on waits for the update.
+
+        Args:
+            page: of parameters.
+            gradient: page of their gradient.
+            run: updates what lies at home; called on a thread of the engine.
+        """
+        self._check_whole(page)
+        for leaves in (page, gradient):
+            self.give_up(leaves)
+        stores = [s.ticket for p in (page, gradient) if (s := self.storing.get(p)) is not None]
+        num_bytes = self.table.pages[page].num_bytes
+        work = HomeUpdate((page, gradient), num_bytes, run)
+        after = self._behind_update(page, tuple(stores))
+        earlier = self.updating.pop(page, None)
+        if earlier is not None:  # if it fails, so does its follower
+            self._updated(page, earlier)
+        self.updating[page] = self.engine.submit(
+            CommandKind.UPDATE, self.table.pages[page], after, Priority.NORMAL, work
+        )
+        self.table.left.append(page)
+
+    def give_up(self, page: int) -> None:
+        """Let a page leave for good: stored if it is dirty, and not to be rescued."""
+        if page in self.loading and not self._cancel_load(page):
+            self.settle(page)
+        if self.table.state[page] == PageState.RESIDENT:
+            self.evict(page)
+        if self.table.state[page] == PageState.EVICTING:
+            self._old.add(page)
+
+    def finish_updates(self, pages: Sequence[int]) -> None:
+        """Wait until no page is being stored or updated at home.
+
+        Raises:
+            PageIOError: an update failed, now or before.
+        """
+        for page in pages:
+            if page in self.storing:
+                self._wait(self.storing[page].ticket)
+            ticket = self.updating.get(page)
+            if ticket is not None:
+                self._wait(ticket)
+            self._check_whole(page)
+        self.poll()
+
+    def _behind_update(self, page: int, after: tuple[Ticket, ...]) -> tuple[Ticket, ...]:
+        """What a command waits for, and the last update of its page, which may have failed."""
+        update = self.updating.get(page)
+        return after if update is None else (*after, update)
+
+    def _check_whole(self, page: int) -> None:
+        broken = self._broken.get(page)
+        if broken is not None:
+            raise broken
+
+    def _updated(self, page: int, ticket: Ticket) -> None:
+        """An update has ended, or one that follows it has taken its place in the books."""
+        if ticket.done_ns < 0 or ticket.error is not None:
+            return
+        num_bytes = self.table.pages[page].num_bytes
+        self.update_bytes += num_bytes
+        self.update_ns += ticket.dur_ns
+        tier = self.tier_of(page)
+        self._record(ticket, -1, page, Act.UPDATE, tier, tier, num_bytes)
+
+    def _note_failed_updates(self) -> None:
+        for page in [p for p, t in self.updating.items() if _failed(t)]:
+            error = self.updating.pop(page).error
+            assert error is not None
+            self._broken[page] = error
 
     def drop(self, page: int) -> None:
         """A page died: give its frames back, store nothing."""
@@ -315,6 +408,7 @@ class Transfers:
             table.set_state(page, PageState.HOME)
             self.free += frames
             return
+        self._old.discard(page)
         self._evicting[page] = ticket
         self._coming.append((ticket, frames))
         self._coming_frames += frames
@@ -356,10 +450,17 @@ class Transfers:
         if self.storing:
             for page in [p for p, s in self.storing.items() if poll(s.ticket)]:
                 self._stored(page, self.storing.pop(page))
-        if not self._evicting and not self._coming:
-            return
+        if self.updating:
+            for page in [p for p, t in self.updating.items() if poll(t)]:
+                self._updated(page, self.updating.pop(page))
+        if self._evicting or self._coming:
+            self._poll_evictions()
+
+    def _poll_evictions(self) -> None:
+        poll = self.engine.poll
         for page in [p for p, t in self._evicting.items() if poll(t)]:
             del self._evicting[page]
+            self._old.discard(page)
             if self.table.state[page] == PageState.EVICTING:
                 self.table.set_state(page, PageState.HOME)
         back = [entry for entry in self._coming if poll(entry[0])]
@@ -384,9 +485,11 @@ class Transfers:
     def _recover(self) -> None:
         """Commands failed: wait for the rest, then undo the failed ones in the books."""
         stores = [s.ticket for s in self.storing.values()]
-        for ticket in [*self.loading.values(), *stores, *self._evicting.values()]:
+        moves = [*self.loading.values(), *stores, *self._evicting.values()]
+        for ticket in [*moves, *self.updating.values()]:
             with contextlib.suppress(Exception):
                 self.engine.wait(ticket)
+        self._note_failed_updates()
         for page in [p for p, s in self.storing.items() if _failed(s.ticket)]:
             del self.storing[page]
             num_bytes = self.table.pages[page].num_bytes
@@ -401,6 +504,7 @@ class Transfers:
     def _stays(self, page: int) -> None:
         """A page could not be stored: it has not left its frames."""
         ticket = self._evicting.pop(page)
+        self._old.discard(page)
         for entry in [e for e in self._coming if e[0] is ticket]:
             self._coming.remove(entry)
             self._coming_frames -= entry[1]
@@ -453,7 +557,7 @@ class Transfers:
             self.settle(page)
         for storing in list(self.storing.values()):
             self._wait(storing.ticket)
-        for ticket in list(self._evicting.values()):
+        for ticket in [*self._evicting.values(), *self.updating.values()]:
             self._wait(ticket)
         self.poll()
 

@@ -1,7 +1,8 @@
 """Checkpoints: a folder for each, written whole or not at all, group by group.
 
     CHECKPOINTS/step-000100/
-        group-0000.safetensors   parameters, both moments and step counters of one group, by fqn
+        group-0000.safetensors   parameters, both moments and step counters of one group, by fqn;
+                                 beside parameters of bfloat16 their masters in float32
         checkpoint.json          step, identity, random state, sizes and checksums; written last
 
 A checkpoint is written beside its place and renamed into it, so that what bears the name is
@@ -20,7 +21,7 @@ from torch import nn
 
 from odc.errors import CheckpointError
 from odc.fsdp.group import ParamGroup
-from odc.fsdp.optimizer import NUM_MOMENTS, PagedAdamW
+from odc.fsdp.optimizer import STATE_NAMES, PagedAdamW
 from odc.fsdp.runtime import Runtime
 from odc.memory.events import Kind, Op, Phase
 from odc.train.checkpoint_folder import (
@@ -54,7 +55,6 @@ __all__ = [
     "save",
 ]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Context of passes that are no forward, as in `odc.paged`: they leave recorded orders alone.
 _NO_FORWARD = -2
 
@@ -177,12 +177,12 @@ def _file_name(index: int) -> str:
 
 
 def _specs(group: ParamGroup) -> list[TensorSpec]:
-    kinds = ["param"]
-    if group.trainable:
-        kinds += _MOMENTS
-    specs = [
-        TensorSpec(f"{k}.{s.fqn}", s.dtype, tuple(s.shape)) for k in kinds for s in group.slots
-    ]
+    specs = [TensorSpec(f"param.{s.fqn}", s.dtype, tuple(s.shape)) for s in group.slots]
+    for name in STATE_NAMES[: group.spec.num_moments]:
+        specs += [
+            TensorSpec(f"{name}.{s.fqn}", group.moment_dtype(i), tuple(s.shape))
+            for i, s in enumerate(group.slots)
+        ]
     if group.trainable:
         specs += [TensorSpec(f"step.{s.fqn}", torch.float32, ()) for s in group.slots]
     return specs
@@ -201,23 +201,44 @@ def _group_tensors(
 
     One kind at a time: that much fits every budget in which the group can be trained.
     """
+    if op == Op.WRITE:
+        group.note_written()
+    yield from _pinned(runtime, group, Kind.PARAMETER, op, 1)
+    if not group.trainable:
+        return
+    if group.spec.at_home:
+        yield from _at_home(runtime, group, op)
+    else:
+        yield from _pinned(runtime, group, Kind.MOMENT, op, group.spec.num_moments)
+    yield from optimizer.steps_of(group)
+
+
+def _pinned(
+    runtime: Runtime, group: ParamGroup, kind: Kind, op: Op, num_slots: int
+) -> Generator[torch.Tensor, None, None]:
     manager = runtime.manager
-    kinds = [(Kind.PARAMETER, 1)]
-    if group.trainable:
-        kinds.append((Kind.MOMENT, NUM_MOMENTS))
-    for kind, num_slots in kinds:
-        manager.access(group.group, [(kind, op)], Phase.OTHER)
-        try:
-            for slot in range(num_slots):
-                for index in range(len(group.slots)):
-                    view = group.view(kind, index, slot)
-                    if op == Op.READ:
-                        _check_finite(kind, group.slots[index].fqn, view)
-                    yield view
-        finally:
-            manager.release(group.group, kind)
-    if group.trainable:
-        yield from optimizer.steps_of(group)
+    manager.access(group.group, [(kind, op)], Phase.OTHER)
+    try:
+        for slot in range(num_slots):
+            for index in range(len(group.slots)):
+                view = group.view(kind, index, slot)
+                if op == Op.READ:
+                    _check_finite(kind, group.slots[index].fqn, view)
+                yield view
+    finally:
+        manager.release(group.group, kind)
+
+
+def _at_home(runtime: Runtime, group: ParamGroup, op: Op) -> Generator[torch.Tensor, None, None]:
+    """Moments that stay at home, and masters, one range at a time."""
+    write = op == Op.WRITE
+    for slot in range(group.spec.num_moments):
+        with runtime.manager.at_home(group.group, Kind.MOMENT, slot, write) as buffer:
+            for index in range(len(group.slots)):
+                view = group.home_view(buffer, index)
+                if op == Op.READ:
+                    _check_finite(Kind.MOMENT, group.slots[index].fqn, view)
+                yield view
 
 
 def _check_finite(kind: Kind, fqn: str, tensor: torch.Tensor) -> None:

@@ -81,12 +81,16 @@ def make_model(
         PredictorMismatchError: The predictor was made for another model.
     """
     chosen = config.optimizer
+    check_where(config)
     model = build_model(
         config.model,
         vocab_size,
         device="meta",
         activation_checkpointing=config.train.activation_checkpointing,
     )
+    reduced = config.train.dtype == "bfloat16"
+    if reduced:
+        model.to(torch.bfloat16)
     update = chosen.update or ("backward" if chosen.max_grad_norm is None else "step")
     made, optimizer = paged(
         model,
@@ -96,6 +100,8 @@ def make_model(
         update=update,
         accumulate=config.train.accumulate,
         max_grad_norm=chosen.max_grad_norm,
+        where=chosen.where,
+        master_weights=reduced,
         memory=memory,
         lr=chosen.lr,
         betas=tuple(chosen.betas),
@@ -103,6 +109,26 @@ def make_model(
     )
     assert optimizer is not None, "paged() returns an optimizer where it is given a class"
     return made, optimizer
+
+
+def check_where(config: Config) -> None:
+    """Refuses places of updates that do not go with the rest.
+
+    Raises:
+        ConfigError: bfloat16 without updates at home, or updates at home without a budget.
+    """
+    where, memory = config.optimizer.where, config.memory
+    if config.train.dtype == "bfloat16" and where != "home":
+        raise ConfigError(
+            f"train.dtype: got bfloat16 with optimizer.where {where}; allowed: optimizer.where "
+            "home (masters and moments in float32 live at home and are updated there), or "
+            "train.dtype float32"
+        )
+    if where == "home" and memory.total_mem is None and memory.page_budget is None:
+        raise ConfigError(
+            "optimizer.where: got home without memory.total_mem or memory.page_budget; allowed: "
+            "auto, device (everything is on the device, and nothing has to move), or set a budget"
+        )
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -168,8 +194,14 @@ def check_ranks(config: Config) -> None:
     """Refuses what is not combined with several ranks yet.
 
     Raises:
-        ConfigError: Memory is limited.
+        ConfigError: Memory is limited, or updates are to run at home.
     """
+    if config.optimizer.where == "home" or config.train.dtype != "float32":
+        raise ConfigError(
+            f"optimizer.where {config.optimizer.where}, train.dtype {config.train.dtype}: updates "
+            "at home are not combined with several ranks yet; use optimizer.where=device "
+            "train.dtype=float32, or train with one rank"
+        )
     keys = ("total_mem", "page_budget")
     found = [f"memory.{key}" for key in keys if getattr(config.memory, key) is not None]
     if found:

@@ -158,7 +158,11 @@ class TrainConfig(Section):
     activation_checkpointing: bool = setting(
         False, checks.flag(), "recompute activations in backward"
     )
-    dtype: str = setting("float32", checks.choice("float32"), "of weights and moments")
+    dtype: str = setting(
+        "float32",
+        checks.choice("float32", "bfloat16"),
+        "of weights and gradients; bfloat16: with masters and moments in float32 at home",
+    )
 
     @property
     def num_threads(self) -> int:
@@ -191,8 +195,7 @@ class OptimizerConfig(Section):
     where: str = setting(
         "device",
         checks.choice("device", "home", "auto"),
-        "where updates are computed",
-        inactive=("home", "auto"),
+        "where groups are updated: home moves no moments over the link, auto chooses by rates",
     )
     update: str | None = setting(
         None,

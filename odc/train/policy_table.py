@@ -19,7 +19,7 @@ from odc.memory.victims import Belady, CostAware, EvictionPolicy
 from odc.sizes import format_bytes, parse_rate, parse_size
 from odc.train.compose import predictor_factory
 from odc.train.policies import EVICTIONS, PREFETCHES, make_policy
-from odc.train.recorded import recorded_bandwidth, unbroken_steps
+from odc.train.recorded import recorded_bandwidth, recorded_update_rate, unbroken_steps
 from odc.train.run_dir import RunDir
 from profiler.reader import TraceReader
 
@@ -106,7 +106,7 @@ def compare_policies(
         result = simulate(
             workload,
             budget_bytes=budget_bytes,
-            link=Link(bandwidth),
+            link=Link(bandwidth, update_rate=recorded_update_rate(reader)),
             eviction=eviction,
             prefetch=prefetch,
         )

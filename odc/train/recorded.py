@@ -1,5 +1,7 @@
 """What a recorded run says about itself to those who run it again: which steps, over which link."""
 
+import math
+
 import numpy as np
 
 from odc.errors import ConfigError
@@ -16,6 +18,14 @@ def unbroken_steps(reader: TraceReader) -> range:
     breaks = np.flatnonzero(np.diff(traced) != 1)
     first = traced[breaks[-1] + 1] if len(breaks) else traced[0]
     return range(int(first), int(traced[-1]) + 1)
+
+
+def recorded_update_rate(reader: TraceReader) -> float:
+    """Returns bytes a second of parameters that the run updated at home; infinite without any."""
+    actions = reader.actions(columns=("act", "bytes", "dur_ns"))
+    updates = actions["act"] == Act.UPDATE
+    duration = int(actions["dur_ns"][updates].sum())
+    return float(actions["bytes"][updates].sum()) / duration * 1e9 if duration else math.inf
 
 
 def recorded_bandwidth(reader: TraceReader) -> float:

@@ -11,8 +11,9 @@ The link has a bandwidth each way and nothing else: no latency, free moves of fr
 bounds.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +29,7 @@ from odc.memory.replay.lp import MOST_ACCESSES, fluid_bound
 from odc.memory.replay.ratios import budget_for, link_for, managed_bytes, ratio_of
 from odc.memory.replay.synthetic import find, synthetic
 from odc.train.policies import make_policy
-from odc.train.recorded import recorded_bandwidth, unbroken_steps
+from odc.train.recorded import recorded_bandwidth, recorded_update_rate, unbroken_steps
 from profiler.reader import TraceReader
 
 WARM_UP, MEASURED = 4, 6  # steps of a recorded run
@@ -44,12 +45,14 @@ class Case:
         workload: Warm-up and measured steps.
         first: The first measured step.
         bandwidth: Bytes a second that the run recorded; `None` for a made workload.
+        update_rate: Bytes a second of parameters that it updated at home.
     """
 
     name: str
     workload: Workload
     first: int
     bandwidth: float | None = None
+    update_rate: float = math.inf
 
     @cached_property
     def measured(self) -> Workload:
@@ -102,7 +105,7 @@ def recorded_case(run_dir: Path, *, warm_up: int | None, steps: int | None) -> C
         bandwidth = recorded_bandwidth(reader)
     except ConfigError:
         bandwidth = None  # asked for only where no link is named
-    return Case(str(run_dir), workload, first, bandwidth)
+    return Case(str(run_dir), workload, first, bandwidth, recorded_update_rate(reader))
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,12 @@ def make_setting(
     share = budget / total if isinstance(budget, int) else budget
     budget_bytes = budget_for(case.workload, share)
     if r is not None:
-        return Setting(share, budget_bytes, r, link_for(case.measured, r))
+        link = replace(link_for(case.measured, r), update_rate=case.update_rate)
+        return Setting(share, budget_bytes, r, link)
     chosen = bandwidth or case.bandwidth
     if chosen is None:
         raise ConfigError(f"{case.name}: has no link of its own; name one (--r or --link)")
-    link = Link(chosen, latency_ns=0, frame_move_ns=0)
+    link = Link(chosen, latency_ns=0, frame_move_ns=0, update_rate=case.update_rate)
     return Setting(share, budget_bytes, ratio_of(case.measured, chosen), link)
 
 

@@ -359,8 +359,17 @@ class Trainer:
             "home": memory.home,
             "host_mem": memory.host_mem,
             "link_bandwidth": memory.link_bandwidth,
+            "updates": self._places_of_updates(),
             **self._common_facts(),
         }
+
+    def _places_of_updates(self) -> dict[str, Any]:
+        """Which groups are updated where, by name; the device's and the home's."""
+        found: dict[str, list[str]] = {"device": [], "home": []}
+        for group in self.runtime.groups:
+            if group.trainable:
+                found["home" if group.spec.at_home else "device"].append(group.spec.name)
+        return {"where": self.config.optimizer.where, **found}
 
     def _common_facts(self) -> dict[str, Any]:
         return {
@@ -386,6 +395,8 @@ class Trainer:
                     "home_bytes": used.num_bytes,
                     "bytes_in": used.bytes_in,
                     "bytes_out": used.bytes_out,
+                    "update_read_bytes": used.read_bytes,
+                    "update_written_bytes": used.written_bytes,
                 }
                 for tier, used in home.traffic.items()
             }

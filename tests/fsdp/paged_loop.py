@@ -113,6 +113,8 @@ class Paging:
     host_mem: int | None = None
     update: str = "step"
     page_size: int = 256 * MIB
+    where: str = "device"
+    master_weights: bool = False
 
 
 class PagedRun:
@@ -146,6 +148,8 @@ class PagedRun:
             update=paging.update,
             accumulate=1 if loop.forwards_first == "one backward" else loop.accumulate,
             max_grad_norm=loop.max_grad_norm,
+            where=paging.where,
+            master_weights=paging.master_weights,
             memory=memory,
             lr=LR,
         )

@@ -117,6 +117,7 @@ class VirtualHarness:
             tier_of=lambda page: tier_of(tiers, page),
             speeds={tier: TierSpeed(speed, speed) for tier in tiers},
             slice_bytes=SLICE,
+            update_rate=speed,
         )
         self.pages = pages_at(0, page_frames)
 

@@ -13,7 +13,7 @@ import random
 
 from odc.errors import BudgetError, PageIOError
 from odc.memory.auto_eviction import Auto
-from odc.memory.engines.base import CommandKind, Priority, Ticket, TierSpeed
+from odc.memory.engines.base import CommandKind, HomeUpdate, Priority, Ticket, TierSpeed
 from odc.memory.engines.virtual import VirtualEngine
 from odc.memory.events import Kind, Op, Phase, Tier
 from odc.memory.frames import FRAME_BYTES
@@ -157,7 +157,11 @@ def random_commands(seed: int, steps: int) -> tuple[VirtualEngine, list[Ticket]]
         if choice < 0.6:
             after = tuple(rng.sample(tickets[-20:], min(rng.choice((0, 0, 1, 3)), len(tickets))))
             kind, priority = rng.choice(list(CommandKind)), rng.choice(list(Priority))
-            tickets.append(engine.submit(kind, rng.choice(pages), after, priority))
+            page, work = rng.choice(pages), None
+            if kind == CommandKind.UPDATE:
+                ids = (page.page, rng.randrange(len(pages)))
+                work = HomeUpdate(ids, page.num_bytes, lambda: None)
+            tickets.append(engine.submit(kind, page, after, priority, work))
         elif choice < 0.75:
             engine.advance(rng.randrange(3_000_000))
         elif tickets:

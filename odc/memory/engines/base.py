@@ -2,15 +2,17 @@
 
 The training thread decides and submits; an engine acts elsewhere. A command may wait for others
 (``after``). It runs on a *line*: each tier of the home has one *in* (frames are mapped and filled)
-and one *out* (frames are written home), and there is one for *moves* (frames are given back, or
-mapped without content). Lines work side by side. On a line the ready command of the highest
-priority runs first, in order of submission among equals.
+and one *out* (frames are written home), there is one for *moves* (frames are given back, or mapped
+without content), and one for *updates* (the optimizer runs on what lies at home). Lines work side
+by side. On a line the ready command of the highest priority runs first, in order of submission
+among equals.
 
 Loads and stores move in slices of ``SLICE_BYTES``. Between two slices a line looks again: a command
 of a higher priority goes first, and the one it overtook goes on later where it stopped, before
 anything of its own priority that has not begun. ``wait`` makes a command, and all that it waits
 for, urgent: a demand overtakes prefetches and early write-backs, queued ones and running ones.
-Stores of one page never overtake each other. A command is done when its last slice is.
+Stores of one page never overtake each other, nor an update that reads or writes the page at home;
+a load waits for it. A command is done when its last slice is.
 
 A command that fails changes nothing: frames that were to be filled are in the pool, frames that
 were to be written or given back are still mapped. All that waits for it fails with its error.
@@ -18,6 +20,7 @@ were to be written or given back are still mapped. All that waits for it fails w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
@@ -39,6 +42,7 @@ class CommandKind(IntEnum):
     CREATE = 1  # map frames, content is the caller's
     STORE = 2  # write frames home
     RELEASE = 3  # unmap frames, give them back to the pool
+    UPDATE = 4  # compute on what lies at home; no frame is touched
 
 
 class Priority(IntEnum):
@@ -61,6 +65,21 @@ class TierSpeed:
     latency_ns: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class HomeUpdate:
+    """What an update does.
+
+    Attributes:
+        pages: pages whose content at home it reads or writes and that are loaded or stored as well.
+        num_bytes: bytes of parameters that it goes over.
+        run: does it, on a thread of the engine; a clock without bytes does not call it.
+    """
+
+    pages: tuple[int, ...]
+    num_bytes: int
+    run: Callable[[], None]
+
+
 class Ticket:
     """A submitted command.
 
@@ -72,6 +91,7 @@ class Ticket:
         moved_bytes: what of it has moved.
         done_ns: set once, when it has run or failed; -1 before.
         dur_ns: how long its line was busy with it; less than from begin to end if it was overtaken.
+        update: what it does, for an update.
     """
 
     __slots__ = (
@@ -90,6 +110,7 @@ class Ticket:
         "priority",
         "ready_ns",
         "started",
+        "update",
         "waits",
     )
 
@@ -112,6 +133,7 @@ class Ticket:
         self.done_ns = -1
         self.dur_ns = 0
         self.error: BaseException | None = None
+        self.update: HomeUpdate | None = None
 
     def inherited_error(self) -> BaseException | None:
         """The error of the first command that this one waits for and that failed."""
@@ -141,8 +163,9 @@ class TransferEngine(Protocol):
         page: Page,
         after: tuple[Ticket, ...] = (),
         priority: Priority = Priority.NORMAL,
+        update: HomeUpdate | None = None,
     ) -> Ticket:
-        """Queue a command; never blocks."""
+        """Queue a command; never blocks. ``update`` says what an update does."""
 
     def poll(self, ticket: Ticket) -> bool:
         """Whether a command is done (never, if it was cancelled). Raises what it raised."""

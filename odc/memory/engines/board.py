@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
-from odc.memory.engines.base import CommandKind, Priority, Ticket
+from odc.memory.engines.base import CommandKind, HomeUpdate, Priority, Ticket
 from odc.memory.events import Tier
 from odc.memory.pages import Page
 
@@ -23,7 +23,7 @@ class Line:
 
     Attributes:
         name: for people.
-        tier: of the home; None for moves.
+        tier: of the home; None for moves and updates.
         active: the command that runs now.
     """
 
@@ -78,12 +78,14 @@ class Board:
         tiers = tuple(tiers)
         names = [f"{tier.name.lower()} " if len(tiers) > 1 else "" for tier in tiers]
         self.moves = Line("moves", None)
+        self.updates = Line("updates", None)
         self.ins = {t: Line(f"{name}in", t) for t, name in zip(tiers, names, strict=True)}
         self.outs = {t: Line(f"{name}out", t) for t, name in zip(tiers, names, strict=True)}
-        self.lines = (self.moves, *self.ins.values(), *self.outs.values())
+        self.lines = (self.moves, self.updates, *self.ins.values(), *self.outs.values())
         self._number = 0
         self._open: dict[int, Ticket] = {}  # submitted, and neither ended nor taken back
         self._last_store: dict[int, Ticket] = {}  # of each page, while it has not ended
+        self._last_update: dict[int, Ticket] = {}  # the same
 
     def next_number(self) -> int:
         """Number for a command, in order of submission."""
@@ -97,17 +99,25 @@ class Board:
         after: tuple[Ticket, ...],
         priority: Priority,
         now_ns: int,
+        update: HomeUpdate | None = None,
     ) -> Ticket:
         """Add a command; it is in its line's queue if it waits for nothing."""
         ticket = Ticket(kind, page, priority, self.next_number(), now_ns)
         if kind == CommandKind.STORE:
             ticket.line = self.outs[self._tier_of(page.page)]
-            earlier = self._last_store.get(page.page)
-            if earlier is not None and earlier not in after:
-                after = (*after, earlier)
+            after = _join(after, self._last_store.get(page.page))
+            after = _join(after, self._last_update.get(page.page))
             self._last_store[page.page] = ticket
         elif kind == CommandKind.LOAD:
             ticket.line = self.ins[self._tier_of(page.page)]
+            after = _join(after, self._last_update.get(page.page))
+        elif kind == CommandKind.UPDATE:
+            assert update is not None, "an update says what it does"
+            ticket.line, ticket.update = self.updates, update
+            for used in update.pages:
+                after = _join(after, self._last_store.get(used))
+                after = _join(after, self._last_update.get(used))
+            self._last_update.update(dict.fromkeys(update.pages, ticket))
         else:
             ticket.line = self.moves
         if after:
@@ -147,6 +157,9 @@ class Board:
         del self._open[ticket.number]
         if self._last_store.get(ticket.page.page) is ticket:
             del self._last_store[ticket.page.page]
+        for used in ticket.update.pages if ticket.update is not None else ():
+            if self._last_update.get(used) is ticket:
+                del self._last_update[used]
         if not ticket.dependants:
             return ()
         ready = []
@@ -174,6 +187,11 @@ class Board:
             if len(own) > _SHOWN:
                 lines.append(f"{line.name}: and {len(own) - _SHOWN} more")
         return "\n".join(lines) or "no command is queued"
+
+
+def _join(after: tuple[Ticket, ...], earlier: Ticket | None) -> tuple[Ticket, ...]:
+    """What a command waits for, and one command more."""
+    return after if earlier is None or earlier in after else (*after, earlier)
 
 
 def _describe(ticket: Ticket) -> str:

@@ -1,7 +1,8 @@
 """The engine of a machine without a device: a worker thread for each line.
 
 Copies and direct I/O release the interpreter lock, so they run beside the computation, and a
-home of two tiers is copied from and read from disk at the same time. With ``link_bandwidth`` the
+home of two tiers is copied from and read from disk at the same time; updates at home run on one
+more. With ``link_bandwidth`` the
 bus of a device is emulated: each line is busy for ``bytes / bandwidth`` a slice. All clocks
 advance by durations from when a command could start, not from when a sleeping thread happened to
 wake, so that the pace is the same on a busy machine; a copy that really takes longer (disk) holds
@@ -19,7 +20,7 @@ import threading
 import time
 
 from odc.errors import OdcError
-from odc.memory.engines.base import SLICE_BYTES, CommandKind, Priority, Ticket
+from odc.memory.engines.base import SLICE_BYTES, CommandKind, HomeUpdate, Priority, Ticket
 from odc.memory.engines.board import Board, Line
 from odc.memory.frames import FramePool
 from odc.memory.home import Home
@@ -73,7 +74,8 @@ class ThreadEngine:
         self._stopped = False
         ins = [(line,) for line in board.ins.values()]
         outs = [(board.moves, line) for line in board.outs.values()]
-        self._workers = [_Worker(self, lines, self._lock) for lines in (*ins, *outs)]
+        served = (*ins, *outs, (board.updates,))
+        self._workers = [_Worker(self, lines, self._lock) for lines in served]
         self._serving = {
             line: [w for w in self._workers if line in w.lines] for line in board.lines
         }
@@ -89,6 +91,7 @@ class ThreadEngine:
         page: Page,
         after: tuple[Ticket, ...] = (),
         priority: Priority = Priority.NORMAL,
+        update: HomeUpdate | None = None,
     ) -> Ticket:
         if os.getpid() != self._pid:
             raise OdcError(
@@ -103,7 +106,7 @@ class ThreadEngine:
             ticket.done_ns = self.now_ns()
             return ticket
         with self._lock:
-            ticket = self._board.submit(kind, page, after, priority, self.now_ns())
+            ticket = self._board.submit(kind, page, after, priority, self.now_ns(), update)
             if not ticket.waits:
                 self._wake(ticket)
         return ticket
@@ -239,6 +242,8 @@ class ThreadEngine:
         page, at = ticket.page, ticket.moved_bytes
         if ticket.kind == CommandKind.RELEASE:
             self.pool.unmap(page.address)
+        elif ticket.update is not None:
+            ticket.update.run()
         elif ticket.kind == CommandKind.STORE:
             self.home.store(page.page, page.offset + at, page.address + at, size)
         else:

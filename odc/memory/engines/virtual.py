@@ -2,8 +2,9 @@
 
 The same commands, lines, priorities and slices as the thread engine, in discrete events: a command
 starts when its line is free and all that it waits for has ended, and takes
-``latency + bytes / bandwidth`` (loads and stores) and ``frames * frame_move`` (loads, maps and
-unmaps). The clock moves when the caller computes (``advance``) or waits.
+``latency + bytes / bandwidth`` (loads and stores), ``frames * frame_move`` (loads, maps and
+unmaps) and ``bytes / update_rate`` (updates at home). The clock moves when the caller computes
+(``advance``) or waits.
 
 Slices are not events. A line that runs a command has one event, its end; when something of a higher
 priority becomes ready, the event moves to the next border between slices, which is computed.
@@ -13,10 +14,18 @@ submitted since: what is submitted at one moment is ordered before any of it sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from odc.errors import OdcError
-from odc.memory.engines.base import SLICE_BYTES, CommandKind, Priority, Ticket, TierSpeed
+from odc.memory.engines.base import (
+    SLICE_BYTES,
+    CommandKind,
+    HomeUpdate,
+    Priority,
+    Ticket,
+    TierSpeed,
+)
 from odc.memory.engines.board import Board, Line, key_of
 from odc.memory.events import Tier
 from odc.memory.pages import Page
@@ -60,6 +69,7 @@ class VirtualEngine:
         tier_of: tells where a page has its home; None: all in one place.
         speeds: what holds, instead of the figures above, for each tier of the home.
         slice_bytes: loads and stores can be overtaken at multiples of it.
+        update_rate: bytes of parameters that are updated at home in a second.
     """
 
     def __init__(
@@ -73,10 +83,12 @@ class VirtualEngine:
         tier_of: Callable[[int], Tier] | None = None,
         speeds: Mapping[Tier, TierSpeed] | None = None,
         slice_bytes: int = SLICE_BYTES,
+        update_rate: float = math.inf,
     ) -> None:
         out = bandwidth_out if bandwidth_out is not None else bandwidth_in
         common = TierSpeed(bandwidth_in, out, latency_ns)
         self.frame_move_ns = frame_move_ns
+        self.update_rate = update_rate
         self.fault = fault
         self.slice_bytes = slice_bytes
         self.speeds = dict(speeds) if speeds else {Tier.HOST: common}
@@ -109,8 +121,9 @@ class VirtualEngine:
         page: Page,
         after: tuple[Ticket, ...] = (),
         priority: Priority = Priority.NORMAL,
+        update: HomeUpdate | None = None,
     ) -> Ticket:
-        ticket = self._board.submit(kind, page, after, priority, self._now)
+        ticket = self._board.submit(kind, page, after, priority, self._now, update)
         if not ticket.waits:
             self._changed.append(self._runs[ticket.line])  # type: ignore[index]
         return ticket
@@ -250,5 +263,7 @@ class VirtualEngine:
         """What a command takes beside its bytes."""
         if ticket.kind == CommandKind.STORE:
             return run.latency_ns
+        if ticket.update is not None:
+            return int(ticket.update.num_bytes / self.update_rate * 1e9)
         moves = self.frame_move_ns * ticket.page.num_frames
         return moves + run.latency_ns if ticket.kind == CommandKind.LOAD else moves

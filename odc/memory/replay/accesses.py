@@ -5,6 +5,8 @@ resident, and computes for c_i; between s_i + c_i and s_{i+1} there is nothing b
 needed is told by *holds*: page p is pinned from the start of access ``first`` to the start of
 access ``last`` (or to the end of its computation: ``through``). A hold begins with content that
 was there before or creates it, may dirty it, and may be the last before the content dies.
+An update at home ends the holds of its group: the parameters on the device are old then. That the
+gradient is stored for it, and that the next load waits for it, is left out: bounds stay bounds.
 
 Pins are those of the simulator (``simulate._Simulation``): through a bundle of rows and the
 computation behind it, part by part where the optimizer walks.
@@ -202,7 +204,13 @@ class _Recorder:
                 self._walk(group)
                 at += 2
                 continue
-            if op == Op.DROP:
+            if op == Op.UPDATE:
+                for held in pinned:
+                    self._release(self.table.of(group, held))
+                pinned.clear()
+                for left in (Kind.PARAMETER, kind):
+                    self._let_die(group, left)
+            elif op == Op.DROP:
                 self._drop(group, kind, pinned)
             elif kind not in pinned:
                 if self.table.groups[group].compact and op == Op.CREATE:
@@ -222,14 +230,16 @@ class _Recorder:
             self._release(pages)
 
     def _drop(self, group: int, kind: Kind, pinned: list[Kind]) -> None:
-        pages = self.table.of(group, kind)
         if kind in pinned:
             pinned.remove(kind)
-            self._release(pages)
+            self._release(self.table.of(group, kind))
         if not self.table.groups[group].compact:
-            for page in pages:
-                if page in self.latest:
-                    self.per_hold["dies"][self.latest[page]] = True
+            self._let_die(group, kind)
+
+    def _let_die(self, group: int, kind: Kind) -> None:
+        for page in self.table.of(group, kind):
+            if page in self.latest:
+                self.per_hold["dies"][self.latest[page]] = True
 
     def _begin_access(self) -> int:
         self.released = False

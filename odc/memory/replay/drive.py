@@ -194,7 +194,12 @@ class Drive:
                 self._walk(group, phase)
                 at += 2
                 continue
-            if op == Op.DROP:
+            if op == Op.UPDATE:
+                for held in pinned:
+                    pager.release(group, held)
+                pinned.clear()
+                pager.update(group, phase, lambda part: _nothing)
+            elif op == Op.DROP:
                 if kind in pinned:
                     pinned.remove(kind)
                     pager.drop(group, kind)
@@ -252,6 +257,10 @@ class _Pass:
         self.first = first
         self.start_ns = start_ns
         self.sums = _Sums()
+
+
+def _nothing() -> None:
+    """What an update at home computes where pages have no bytes, or bytes that mean nothing."""
 
 
 def _trains(visit: RecordedVisit) -> bool:

@@ -6,6 +6,7 @@ long as the workload's compute times and the link's figures are those of the mac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,12 +43,14 @@ class Link:
         bandwidth_in, bandwidth_out: bytes/s each way.
         latency_ns: fixed cost of a transfer.
         frame_move_ns: cost of mapping or unmapping a frame.
+        update_rate: bytes/s of parameters that are updated at home.
     """
 
     bandwidth_in: float
     bandwidth_out: float | None = None
     latency_ns: int = 100_000
     frame_move_ns: int = 15_000
+    update_rate: float = math.inf
 
 
 class Clock:
@@ -119,7 +122,11 @@ def virtual_drive(
     if budget_bytes < FRAME_BYTES:
         raise BudgetError(f"budget: {budget_bytes} bytes hold no frame of {FRAME_BYTES}")
     engine = VirtualEngine(
-        link.bandwidth_in, link.bandwidth_out, link.latency_ns, link.frame_move_ns
+        link.bandwidth_in,
+        link.bandwidth_out,
+        link.latency_ns,
+        link.frame_move_ns,
+        update_rate=link.update_rate,
     )
     frames = min(budget_bytes // FRAME_BYTES, int(table.num_frames.sum()))
     transfers = Transfers(table, engine, frames, Tier.HOST)

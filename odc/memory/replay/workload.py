@@ -107,6 +107,14 @@ class Workload:
         ]
         return Workload(self.pages, visits, self.sets, self.lead_ns)
 
+    def with_updates_at_home(self) -> Workload:
+        """The same needs with every group updated at home: what its update computed is left out."""
+        visits = [
+            replace(visit, bundles=[_at_home(bundle) for bundle in visit.bundles])
+            for visit in self.visits
+        ]
+        return Workload(self.pages, visits, self.sets, self.lead_ns)
+
     def with_compute_of(self, other: Workload) -> Workload:
         """The same needs with another run's compute times: the median of each kind of bundle."""
         durations: dict[tuple[int, int, int], list[int]] = {}
@@ -117,6 +125,16 @@ class Workload:
         medians = {key: int(np.median(values)) for key, values in durations.items()}
         visits = [_retimed(visit, medians) for visit in self.visits]
         return Workload(self.pages, visits, self.sets, self.lead_ns)
+
+
+def _at_home(bundle: Bundle) -> Bundle:
+    """A bundle with its gradient's way home in place of its update."""
+    walk = next((at for at, row in enumerate(bundle.rows) if row[0] == Kind.MOMENT), 0) - 1
+    if walk < 0:
+        return bundle
+    kept = [row for row in bundle.rows[:walk] if row[:2] != (Kind.GRADIENT, Op.READ)]
+    waited = sum(row[2] for row in bundle.rows[: walk + 1]) - sum(row[2] for row in kept)
+    return Bundle(bundle.group, [*kept, (Kind.GRADIENT, Op.UPDATE, waited)], bundle.after_ns)
 
 
 def _key(visit: RecordedVisit, bundle: Bundle, place: int) -> tuple[int, int, int]:
