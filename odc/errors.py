@@ -102,5 +102,9 @@ class RaggedShardBoundaryError(PlanError):
         super().__init__(f"{fqn}: rank {rank}, offset {offset}: {message}")
 
 
+class QuantizationError(OdcError, ValueError):
+    """Values that cannot be stored in the 8 or 4 bits that were asked for."""
+
+
 class DBufferAlignmentError(RaggedShardBoundaryError):
     """A start or a slice boundary is not aligned."""

@@ -59,7 +59,7 @@ def write_pages(folder: Path, rows: Iterable[Mapping[str, Any]], session: int) -
     Raises:
         OSError: If it cannot be written.
     """
-    listed = list(rows)
+    listed = [{"home_bytes": row["bytes"], **row} for row in rows]  # at home as on the device
     columns = {name: [row[name] for row in listed] for name in PAGE_COLUMNS}
     table = pa.table(columns, schema=pages_schema())
     earlier = list_pages(folder)
@@ -126,6 +126,8 @@ def read_pages(path: Path) -> Table:
             columns[column] = table[column].to_numpy().astype(dtype)
         else:
             columns[column] = np.full(table.num_rows, "" if dtype.hasobject else -1).astype(dtype)
+    if "home_bytes" not in table.column_names:
+        columns["home_bytes"] = columns["bytes"]  # pages lay at home as on the device
     return select(columns, np.argsort(columns["page"], kind="stable"))
 
 

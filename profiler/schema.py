@@ -281,6 +281,7 @@ PAGE_COLUMNS: dict[str, pa.DataType] = {
     "layer": pa.int16(),
     "expert": pa.int16(),
     "set": pa.int32(),
+    "home_bytes": pa.int64(),
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from odc.fsdp.adamw import Chunk
+from odc.fsdp.blocks import BLOCK, BlockCodec, BlockFormat, is_coded
 from odc.fsdp.parameter import (
     AbsentParameter,
     PagedParameter,
@@ -34,24 +35,45 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lies in each of its group's ranges, in bytes."""
+    """Where a parameter lies in each of its group's ranges, in bytes.
+
+    Attributes:
+        fqn, shape, dtype: of the parameter.
+        offset, num_bytes: its bytes.
+        room_bytes: until the next one begins.
+        coded: it lies at home in blocks of few bits.
+    """
 
     fqn: str
     shape: torch.Size
     dtype: torch.dtype
     offset: int
     num_bytes: int
+    room_bytes: int
+    coded: bool = False
 
 
-def lay_out(places: list[Place]) -> tuple[list[Slot], int]:
-    """Slots of parameters in order, each at a multiple of 64 bytes, and the bytes they span."""
+def lay_out(places: list[Place], in_blocks: bool = False) -> tuple[list[Slot], int]:
+    """Slots of parameters in order, and the bytes they span.
+
+    Args:
+        places: the parameters.
+        in_blocks: matrices are stored in blocks: each then has whole blocks for itself.
+
+    Returns:
+        Slots, each at a multiple of 64 bytes.
+    """
     slots = []
     offset = 0
     for place in places:
         tensor = place.parameter
+        coded = in_blocks and is_coded(tensor.shape, tensor.dtype)
+        unit = max(BLOCK * tensor.element_size() if coded else 0, ALIGNMENT)
+        offset = -(-offset // unit) * unit
         num_bytes = tensor.numel() * tensor.element_size()
-        slots.append(Slot(place.fqn, tensor.shape, tensor.dtype, offset, num_bytes))
-        offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        room = -(-num_bytes // unit) * unit
+        slots.append(Slot(place.fqn, tensor.shape, tensor.dtype, offset, num_bytes, room, coded))
+        offset += room
     return slots, max(offset, ALIGNMENT)
 
 
@@ -65,6 +87,7 @@ class GroupLayout:
         trainable: whether they have gradients and moments.
         at_home: whether moments stay at home, where the group is then updated.
         masters: whether parameters of less than float32 have a value in float32 at home.
+        frozen_format: how matrices lie at home if they are not trained; None: as they are.
     """
 
     unit: Unit
@@ -72,11 +95,17 @@ class GroupLayout:
     trainable: bool
     at_home: bool = False
     masters: bool = False
+    frozen_format: BlockFormat | None = None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether its matrices lie at home in blocks."""
+        return self.frozen_format is not None and not self.trainable
 
     @property
     def num_bytes(self) -> int:
         """Of its parameters."""
-        return lay_out(self.places)[1]
+        return lay_out(self.places, self.in_blocks)[1]
 
 
 class ParamGroup:
@@ -94,7 +123,7 @@ class ParamGroup:
         self.unit = unit
         self.places = places
         self.trainable = trainable
-        self.slots, num_bytes = lay_out(places)
+        self.slots, num_bytes = lay_out(places, layout.in_blocks)
         at_home = layout.at_home and trainable
         reduced = any(s.dtype.itemsize < 4 for s in self.slots)
         self.masters = layout.masters and at_home and reduced
@@ -111,8 +140,13 @@ class ParamGroup:
             at_home,
             2 if self.masters else 1,
         )
-        self.group, buffers = manager.add_group(self.spec)
+        self.codec: BlockCodec | None = None
+        if layout.frozen_format is not None and any(slot.coded for slot in self.slots):
+            self.codec = BlockCodec(self.slots, layout.frozen_format)
+        self.group, buffers = manager.add_group(self.spec, self.codec)
         self._flat = {key: torch.frombuffer(b, dtype=torch.uint8) for key, b in buffers.items()}
+        if self.codec is not None:
+            self.codec.flat = self._flat[Kind.PARAMETER, 0][:num_bytes]
         self._buffers: Buffers = buffers
         self.parameters: list[PagedParameter] = []
         self.has_gradient = [False] * len(self.slots)
@@ -340,6 +374,15 @@ class ParamGroup:
         self._pins += 1
         if self._pins == 1:
             self._be(PagedParameter)
+
+    def round_values(self) -> None:
+        """Parameters were written, and are pinned: make them what a load from home would give.
+
+        Raises:
+            QuantizationError: one holds NaN or infinity, and is stored in few bits.
+        """
+        if self.codec is not None:
+            self.codec.round_values()
 
     def unpin_parameters(self) -> None:
         self._pins -= 1

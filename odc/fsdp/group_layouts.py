@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from odc.errors import ConfigError
 from odc.fsdp.adamw import measure_update_rate
+from odc.fsdp.blocks import BlockFormat
 from odc.fsdp.group import GroupLayout
 from odc.fsdp.optimizer import NUM_MOMENTS
 from odc.fsdp.wrap import Unit
@@ -28,14 +29,23 @@ def check_where(where: str, master_weights: bool, optimizer: type | None) -> Non
         )
 
 
-def lay_out_groups(units: list[Unit], train: bool) -> list[GroupLayout]:
-    """What becomes a group: the trainable parameters of a unit, and its frozen ones."""
+def lay_out_groups(
+    units: list[Unit], train: bool, frozen_format: BlockFormat | None
+) -> list[GroupLayout]:
+    """What becomes a group: the trainable parameters of a unit, and its frozen ones.
+
+    Args:
+        units: of the model.
+        train: whether anything is trained.
+        frozen_format: how matrices lie at home that are not trained; None: as they are.
+    """
     layouts = []
     for unit in units:
         for trainable in (True, False):
             places = [p for p in unit.owned if (p.parameter.requires_grad and train) == trainable]
             if places:
-                layouts.append(GroupLayout(unit, places, trainable))
+                layout = GroupLayout(unit, places, trainable, frozen_format=frozen_format)
+                layouts.append(layout)
     return layouts
 
 

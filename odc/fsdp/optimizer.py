@@ -44,6 +44,7 @@ _PAGED = (
     "max_grad_norm",
     "where",
     "master_weights",
+    "frozen_format",
     "memory",
 )
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from odc.errors import ConfigError
+from odc.fsdp.blocks import BlockFormat
 from odc.fsdp.group import GroupLayout, ParamGroup, UnitGroups
 from odc.fsdp.group_layouts import check_where, choose_home, lay_out_groups
 from odc.fsdp.hooks import UnitHooks
@@ -41,7 +42,9 @@ class PagedModule(nn.Module):
     def resident(self, prefix: str = "", write: bool = False) -> AbstractContextManager[None]:
         """Pin the parameters whose names begin with ``prefix``, to read or change them.
 
-        All that is named must fit the page budget together.
+        All that is named must fit the page budget together. With a ``frozen_format``, values that
+        are written to frozen matrices are rounded to it when the block ends: they are read back as
+        a load from home gives them.
 
         Raises:
             ValueError: no parameter has such a name.
@@ -146,7 +149,11 @@ class PagedModule(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Copy values into the pages, group by group."""
+        """Copy values into the pages, group by group.
+
+        With a ``frozen_format`` frozen matrices are rounded to it; ``state_dict`` then gives the
+        rounded values, which load again without a change.
+        """
         if assign:
             raise ValueError("assign=True would leave the pages; use assign=False")
         own = set(super().state_dict(keep_vars=True))
@@ -199,6 +206,7 @@ def paged(
     max_grad_norm: float | None = None,
     where: str = "device",
     master_weights: bool = False,
+    frozen_format: str = "native",
     memory: MemoryManager | None = None,
     **options: Any,
 ) -> tuple[M, PagedAdamW | None]:
@@ -238,6 +246,10 @@ def paged(
             the same to the last bit.
         master_weights: for a model in bfloat16: parameters and moments in float32 at home, of which
             the model's are roundings; needs ``where="home"``.
+        frozen_format: how matrices that are not trained lie at home: ``"native"``, or in blocks of
+            64 values that share a scale, as ``"int8"`` or ``"int4"``: 8.25 or 4.25 bits a value
+            cross the link and are turned back on the device. They are rounded once, when they are
+            written, so that results are the same under every budget. Vectors stay as they are.
         memory: a manager made by hand, instead of the memory arguments above.
         **options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``.
 
@@ -265,10 +277,17 @@ def paged(
     has_meta = any(p.is_meta for p in model.parameters())
     if has_meta and init is None:
         raise ValueError("the model is on the meta device: pass init=(fqn, module) -> None")
-    layouts = lay_out_groups(units, optimizer is not None)
+    frozen = BlockFormat.of(frozen_format)
+    layouts = lay_out_groups(units, optimizer is not None, frozen)
     if optimizer is not None:
         choose_home(memory, layouts, where, master_weights)
     groups, groups_of = _make_groups(memory, units, layouts)
+    if frozen is not None and not any(group.codec for group in groups):
+        warnings.warn(
+            f"frozen_format={frozen_format!r} has no effect: the model has no frozen matrices; "
+            "call requires_grad_(False) on them before odc.paged",
+            stacklevel=2,
+        )
     memory.seal(
         _set_groups(sets, groups_of),
         _held(units, groups_of),
@@ -407,6 +426,7 @@ def _fill(
             group.pin_parameters(Phase.OTHER, Op.WRITE)
         _give_values(groups.own, names, init)
         for group in [*groups.own, *tied]:
+            group.round_values()
             group.unpin_parameters()
     _fill_buffers(model, init)
 

@@ -127,6 +127,12 @@ class Runtime(Passes):
         group.add_gradient(index, Phase.BACKWARD)
 
     def _refuse_gradient(self, group: ParamGroup, index: int) -> None:
+        if group.codec is not None:
+            raise RuntimeError(
+                f"a gradient for {group.slots[index].fqn}, which is stored as "
+                f"{group.codec.format.name} and cannot be trained; call requires_grad_(False) "
+                "on it before odc.paged, or use frozen_format='native'"
+            )
         if self.manager.unlimited:  # a torch.optim of the caller's own
             return
         raise RuntimeError(
@@ -223,7 +229,10 @@ class Runtime(Passes):
 
     @contextmanager
     def resident(self, groups: list[ParamGroup], write: bool = False) -> Iterator[None]:
-        """Pin the parameters of groups for reading or writing outside a forward."""
+        """Pin the parameters of groups for reading or writing outside a forward.
+
+        What is written to a group that is stored in few bits is rounded to them at the end.
+        """
         op = Op.WRITE if write else Op.READ
         pinned: list[tuple[ParamGroup, list[int]]] = []
         try:
@@ -233,8 +242,12 @@ class Runtime(Passes):
             yield
         finally:
             changed = [g for g, before in pinned if [p._version for p in g.parameters] != before]
-            for group, _ in pinned:
-                group.unpin_parameters()
+            try:
+                for group, _ in pinned if write else ():
+                    group.round_values()
+            finally:
+                for group, _ in pinned:
+                    group.unpin_parameters()
         if changed and not write:
             raise RuntimeError(
                 f"parameters of {changed[0].spec.name} were changed inside model.resident(...), "

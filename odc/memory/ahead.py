@@ -66,7 +66,7 @@ class Lookahead:
         self._rest, self._rest_version = 0, -1
         self._mark = (transfers.engine.now_ns(), 0)  # when the last pass began, bytes until then
         self._margin = _SET_MARGIN if library.stations.sets else 1.0
-        self._largest = max((p.num_bytes for p in self.table.pages), default=0)
+        self._largest = max((p.home_bytes for p in self.table.pages), default=0)
         self._flight_bytes = max(tuning.flight_bytes, 2 * self._largest)
 
     def begin_pass(self) -> None:

@@ -87,7 +87,7 @@ class Auto(Lru):
     def watch(self, table: PageTable, prefetcher: Prefetcher | None) -> None:
         """Take the pages that will be seen. Without a prefetcher LRU stands for the plan."""
         pairs = zip(table.pages, table.load_weight, strict=True)
-        loads = [page.num_bytes * weight for page, weight in pairs]
+        loads = [page.home_bytes * weight for page, weight in pairs]
         self._prefetcher = prefetcher
         self._largest = max(loads, default=0.0)
         if prefetcher is not None:

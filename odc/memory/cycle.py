@@ -84,10 +84,10 @@ class Cycle:
         self._pinned = pinned
         mean = sum(table.load_weight) / max(len(table.load_weight), 1) or 1.0
         self.load_ns = [
-            p.num_bytes * rates.load * weight / mean
+            p.home_bytes * rates.load * weight / mean
             for p, weight in zip(table.pages, table.load_weight, strict=True)
         ]
-        self.store_ns = [p.num_bytes * rates.store for p in table.pages]
+        self.store_ns = [p.home_bytes * rates.store for p in table.pages]
         self.uses: list[Use] = []
         self.events: list[Event] = []
         for number, order in enumerate(orders):

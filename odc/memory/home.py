@@ -26,10 +26,9 @@ import numpy as np
 from odc.errors import BudgetError, ConfigError, PageIOError
 from odc.memory.events import Tier
 from odc.memory.frames import FRAME_BYTES, PROT_RW, fault_in, map_anonymous, unmap
-from odc.memory.pages import Page
+from odc.memory.pages import BLOCK_BYTES, Page
 from odc.sizes import exact_size, format_bytes
 
-BLOCK_BYTES = 4096  # what direct I/O is aligned to
 _IO_BYTES = 16 * 1024 * 1024
 
 
@@ -310,7 +309,7 @@ class TieredHome:
         *,
         option: str = "home_dir",
     ) -> None:
-        sizes = np.array([p.home_frames * FRAME_BYTES for p in pages], np.int64)
+        sizes = np.array([p.room_bytes for p in pages], np.int64)
         eager = on_host & ~spare
         # Spare host memory lies behind the rest, as HostHome has it.
         self._shift = np.zeros(len(pages), np.int64)  # from a page's offset to that in its tier

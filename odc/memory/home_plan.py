@@ -15,7 +15,7 @@ from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.home import DiskHome, Home, HostHome, TieredHome, default_folder
 from odc.memory.machine import Machine, gather
-from odc.memory.pages import PageTable
+from odc.memory.pages import BLOCK_BYTES, PageTable
 from odc.memory.placement import choose_host_pages, traffic_of
 from odc.memory.preflight import Needs, host_mem_that_fits
 
@@ -56,6 +56,11 @@ class HomeOptions:
                 f"{self.prefix}host_mem limits the host memory of {self.prefix}home host+disk; "
                 f"with {self.prefix}home {self.kind} leave it out"
             )
+
+    @property
+    def block_bytes(self) -> int:
+        """What the slices of a coded page are filled up to: a disk moves whole blocks."""
+        return 64 if self.kind == "host" else BLOCK_BYTES
 
     def machine(self) -> Machine:
         """The machine, with the folder if anything goes there."""
@@ -103,17 +108,17 @@ def plan_home(
         gradients_come_home: False where each gradient is used up before its pages must go.
     """
     spare = np.array([p.kind == Kind.GRADIENT for p in table.pages], bool)
-    sizes = np.array([p.home_frames for p in table.pages], np.int64)
+    room = np.array([p.room_bytes for p in table.pages], np.int64)
     on_host = np.full(len(table.pages), options.kind == "host")
     if options.kind == "host+disk":
         host_mem = options.host_mem
         if host_mem is None:
             host_mem = host_mem_that_fits(machine, frame_bytes, rest_bytes)
         traffic = traffic_of(table, gradients_come_home)
-        on_host = choose_host_pages(sizes, traffic, host_mem // FRAME_BYTES)
+        on_host = choose_host_pages(room, traffic, host_mem // FRAME_BYTES * FRAME_BYTES)
 
     def size(chosen: np.ndarray) -> int:
-        return int(sizes[chosen].sum()) * FRAME_BYTES
+        return int(room[chosen].sum())
 
     needs = Needs(
         home=options.kind,

@@ -13,8 +13,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from odc.errors import BudgetError, OdcError
+from odc.memory.coded import CodedHome, RangeCodec, page_bytes
 from odc.memory.engines.threads import ThreadEngine
 from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
@@ -106,6 +108,7 @@ class MemoryManager(Pager):
         self._tuning = tuning or Tuning(max_items=max_items, rehearse="aside")
         self.table = PageTable(max(parse_size(page_size) // FRAME_BYTES, 1) * FRAME_BYTES)
         self._ranges: list[AddressRange] = []  # kept as long as frames may be mapped into them
+        self._codecs: dict[int, RangeCodec] = {}
         self.pool: FramePool | None = None
         self.home: Home | None = None
         self._built = False
@@ -135,8 +138,12 @@ class MemoryManager(Pager):
 
         return choose_home(groups, page_bytes, measure, frozen_bytes)
 
-    def add_group(self, spec: GroupSpec) -> tuple[int, Buffers]:
+    def add_group(self, spec: GroupSpec, codec: RangeCodec | None = None) -> tuple[int, Buffers]:
         """Reserve a group's ranges.
+
+        Args:
+            spec: the group.
+            codec: of a group of parameters alone, the form in which they lie at home.
 
         Returns:
             Its id and a buffer for each (kind, slot), but for moments that stay at home. A compact
@@ -163,7 +170,13 @@ class MemoryManager(Pager):
             self._ranges += ranges.values()
             buffers = {key: r.buffer() for key, r in ranges.items()}
             addresses = {(int(k), slot): r.address for (k, slot), r in ranges.items()}
-        return self.table.add_group(spec, addresses), buffers
+        stored = None
+        if codec is not None:
+            stored = partial(page_bytes, codec, block_bytes=self._home_options.block_bytes)
+        group = self.table.add_group(spec, addresses, stored)
+        if codec is not None:
+            self._codecs[group] = codec
+        return group, buffers
 
     def _reserve(self, num_bytes: int) -> AddressRange:
         try:
@@ -206,11 +219,14 @@ class MemoryManager(Pager):
         library = OrderLibrary(Stations(table, sets))
         table.load_weight = plan.load_cost().tolist()
         prefetcher = None if self.unlimited else self._prefetch(library, self._limits)
-        self.home = make_home(table, self._home_options, plan)
+        home: Home = make_home(table, self._home_options, plan)
+        if self._codecs:
+            home = CodedHome(home, table, self._codecs, self._home_options.block_bytes)
+        self.home = home
         self.pool = make_pool(frames)
-        engine = ThreadEngine(self.pool, self.home, self._link_bandwidth)
-        transfers = Transfers(table, engine, frames, self.home.tiers[0], self._policy)
-        transfers.tier_of = self.home.tier_of
+        engine = ThreadEngine(self.pool, home, self._link_bandwidth)
+        transfers = Transfers(table, engine, frames, home.tiers[0], self._policy)
+        transfers.tier_of = home.tier_of
         super().__init__(table, library, transfers, self._eviction, prefetcher, self._tuning)
         self._least_frames = least
         self.hold_pinned()

@@ -4,6 +4,9 @@ A *range* is one (group, kind, slot): a group's parameters, its gradient, or one
 It is cut into pages of at most ``page_size``, each a run of whole frames. A group whose whole
 state fits one frame is *compact*: its kinds share one page. A group of a few KiB is *pinned*.
 
+A range may lie at home in another form than on the device (``coded.py``): then a page has fewer
+bytes at home; they are what transfers move and what is counted, frames are taken for the others.
+
 Flags that hooks read one at a time live in bytearrays (``is_absent``: neither resident nor on its
 way; ``is_evictable``: resident and not pinned; ``is_dirty``); ``evictable`` and the others are the
 same bytes as numpy arrays, for whoever looks at all pages at once.
@@ -12,7 +15,7 @@ The table is bookkeeping on integers: it moves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -22,6 +25,13 @@ from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES, frames_for
 
 PINNED_BYTES = 64 * 1024
+BLOCK_BYTES = 4096  # what direct I/O is aligned to
+StoredBytes = Callable[[int, int], int]  # bytes at home of the bytes of a range from, to
+
+
+def whole_blocks(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to blocks of direct I/O."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class PageState(IntEnum):
@@ -33,7 +43,13 @@ class PageState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page. ``offset`` is its place in the home; one that never leaves it has no frames."""
+    """One page.
+
+    Attributes:
+        num_bytes, num_frames: on the device; one that never leaves its home has no frames.
+        offset: its place in the home.
+        home_bytes: what it takes there, and what crosses the link; as on the device if not given.
+    """
 
     page: int
     group: int
@@ -44,11 +60,23 @@ class Page:
     num_frames: int
     address: int
     offset: int
+    home_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.home_bytes:
+            object.__setattr__(self, "home_bytes", self.num_bytes)
 
     @property
-    def home_frames(self) -> int:
-        """Room that it takes in the home, in frames."""
-        return frames_for(self.num_bytes)
+    def home_share(self) -> float:
+        """Bytes that cross the link for each byte on the device."""
+        return self.home_bytes / self.num_bytes if self.num_bytes else 1.0
+
+    @property
+    def room_bytes(self) -> int:
+        """What is set aside for it in the home: its frames, or whole blocks if it is coded."""
+        if self.home_bytes == self.num_bytes:
+            return frames_for(self.num_bytes) * FRAME_BYTES
+        return whole_blocks(self.home_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +140,36 @@ class PageTable:
     left: list[int] = field(
         default_factory=list
     )  # on their way out, or not loaded; a plan clears it
+    home_shares: list[float] = field(default_factory=list)  # bytes at home for each on the device
     num_frames: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     evictable: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     absent: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     dirty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     resident: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
-    def add_group(self, spec: GroupSpec, addresses: dict[tuple[int, int], int]) -> int:
-        """Add a group whose ranges lie at ``addresses[kind, slot]`` (compact: only kind 0)."""
+    def add_group(
+        self,
+        spec: GroupSpec,
+        addresses: dict[tuple[int, int], int],
+        stored: StoredBytes | None = None,
+    ) -> int:
+        """Add a group whose ranges lie at ``addresses[kind, slot]`` (compact: only kind 0).
+
+        Args:
+            spec: the group.
+            addresses: of its ranges.
+            stored: of a group of parameters alone that are coded at home: what they take there.
+        """
+        assert stored is None or spec.state_bytes == spec.num_bytes, f"{spec.name}: more is coded"
         group = len(self.groups)
         self.groups.append(spec)
         if spec.compact:
-            ids = self._add_range(group, Kind.PARAMETER, 0, spec.state_bytes, addresses)
+            ids = self._add_range(group, Kind.PARAMETER, 0, spec.state_bytes, addresses, stored)
             for kind in Kind:
                 self._by_kind[group, kind] = ids
             return group
         self._by_kind[group, Kind.PARAMETER] = self._add_range(
-            group, Kind.PARAMETER, 0, spec.num_bytes, addresses
+            group, Kind.PARAMETER, 0, spec.num_bytes, addresses, stored
         )
         self._by_kind[group, Kind.GRADIENT] = (
             self._add_range(group, Kind.GRADIENT, 0, spec.num_bytes, addresses)
@@ -149,6 +190,7 @@ class PageTable:
         slot: int,
         num_bytes: int,
         addresses: dict[tuple[int, int], int],
+        stored: StoredBytes | None = None,
     ) -> tuple[int, ...]:
         ids = []
         frames_per_page = max(self.page_size // FRAME_BYTES, 1)
@@ -160,18 +202,18 @@ class PageTable:
             frames = min(frames_per_page, total - first)
             start = first * FRAME_BYTES
             size = min(num_bytes - start, frames * FRAME_BYTES)
-            if kind == Kind.GRADIENT:
-                offset = self.gradient_bytes
-                self.gradient_bytes += frames * FRAME_BYTES
-            else:
-                offset = self.home_bytes
-                self.home_bytes += frames * FRAME_BYTES
+            offset = self.gradient_bytes if kind == Kind.GRADIENT else self.home_bytes
             page = len(self.pages)
             address = addresses.get((kind, slot), 0) + start
-            # whole 4 KiB blocks, so that direct I/O takes it as it is
-            size = -(-size // 4096) * 4096
+            at_home = stored(start, start + size) if stored is not None else 0
+            size = whole_blocks(size)  # so that direct I/O takes it as it is
             held = 0 if stays else frames
-            self.pages.append(Page(page, group, kind, slot, part, size, held, address, offset))
+            made = Page(page, group, kind, slot, part, size, held, address, offset, at_home)
+            if kind == Kind.GRADIENT:
+                self.gradient_bytes += made.room_bytes
+            else:
+                self.home_bytes += made.room_bytes
+            self.pages.append(made)
             ids.append(page)
         return tuple(ids)
 
@@ -189,6 +231,7 @@ class PageTable:
         for row, group in enumerate(columns["group"]):
             rows_of[int(group)].append(row)
             size = int(columns["bytes"][row])
+            at_home = int(columns["home_bytes"][row]) if "home_bytes" in columns else 0
             made = Page(
                 int(columns["page"][row]),
                 int(group),
@@ -199,6 +242,7 @@ class PageTable:
                 frames_for(size),
                 0,
                 0,
+                at_home,
             )
             table.pages.append(made)
         for group, rows in enumerate(rows_of):
@@ -220,6 +264,7 @@ class PageTable:
         self.pins = [0] * n
         self.frames = [p.num_frames for p in self.pages]
         self.load_weight = [1.0] * n
+        self.home_shares = [p.home_share for p in self.pages]
         self.num_frames = np.array(self.frames, np.int32)
         self.is_evictable, self.is_dirty = bytearray(n), bytearray(n)
         self.is_absent = bytearray(b"\1" * n)
@@ -252,6 +297,13 @@ class PageTable:
             own = [p for p in self._by_kind[group, kind] if self.pages[p].part == part]
             found = self._by_part[group, kind, part] = own
         return found
+
+    def span_of(self, page: Page) -> tuple[int, int]:
+        """(begin, end) of a page in its range, in bytes, without what fills its last block."""
+        spec = self.groups[page.group]
+        begin = page.part * self.page_size
+        end = begin + page.num_frames * FRAME_BYTES
+        return begin, min(end, spec.state_bytes if spec.compact else spec.num_bytes)
 
     def frames_of(self, ids: Iterable[int]) -> int:
         return sum(self.pages[p].num_frames for p in set(ids))

@@ -114,6 +114,8 @@ class OrderPrefetcher:
         self.threshold = threshold
         count = len(self.table.pages)
         self.until = np.full(count, UNKNOWN_NS)
+        shares = self.table.home_shares  # what is coded at home is loaded cheaply: the rest is dear
+        self._dear = [share / min(shares) for share in shares]
         self.version = 0
         self.scheduled = False
         self.utilization = 0.0
@@ -224,7 +226,7 @@ class OrderPrefetcher:
         time = self._time_of(page, order)
         if self.scheduled:
             return time + LEAVES_NS if self._has_to_leave(page, order) else time
-        weight = self.table.load_weight[page]
+        weight = self.table.load_weight[page] * self._dear[page]
         if weight != 1.0:  # what is dear to load goes later
             time = library.now_ns + (time - library.now_ns) / weight
         return time

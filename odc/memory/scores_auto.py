@@ -133,7 +133,9 @@ def load_costs(stations: Stations) -> list[np.ndarray]:
     table, costs = stations.table, []
     for groups in stations.sets:
         pages = [table.of(group, Kind.PARAMETER) for group in groups]
-        weighted = [[table.pages[p].num_bytes * table.load_weight[p] for p in own] for own in pages]
+        weighted = [
+            [table.pages[p].home_bytes * table.load_weight[p] for p in own] for own in pages
+        ]
         costs.append(np.array([sum(own) for own in weighted], np.float64))
     return costs or [np.ones(1)]
 

@@ -184,7 +184,7 @@ class Transfers:
         ticket = self.engine.submit(CommandKind.LOAD, self.table.pages[page], after, priority)
         self.table.set_state(page, PageState.LOADING)
         self.loading[page] = ticket
-        num_bytes = self.table.pages[page].num_bytes
+        num_bytes = self.table.pages[page].home_bytes
         self.in_flight_bytes += num_bytes
         self.bytes_in += num_bytes
         if self.bytes_per_ns:
@@ -221,7 +221,7 @@ class Transfers:
         self.arrived.append(page)
         self.num_resident += 1
         if ticket.kind == CommandKind.LOAD:
-            num_bytes = table.pages[page].num_bytes
+            num_bytes = table.pages[page].home_bytes
             self.total_in += num_bytes
             self.bytes_per_ns = _smoothed(self.bytes_per_ns, num_bytes, ticket.dur_ns)
             self.in_flight_bytes -= num_bytes
@@ -252,7 +252,7 @@ class Transfers:
         ticket = self.loading.pop(page)
         self.prefetched.discard(page)
         self._demanded.pop(page, None)
-        num_bytes = self.table.pages[page].num_bytes if ticket.kind == CommandKind.LOAD else 0
+        num_bytes = self.table.pages[page].home_bytes if ticket.kind == CommandKind.LOAD else 0
         self.in_flight_bytes -= num_bytes
         self.bytes_in -= num_bytes
         evicting = page in self._evicting
@@ -270,7 +270,7 @@ class Transfers:
         priority = Priority.EARLY if early else Priority.NORMAL
         ticket = self.engine.submit(CommandKind.STORE, self.table.pages[page], (), priority)
         self.storing[page] = _Storing(ticket, self._generation[page], early)
-        num_bytes = self.table.pages[page].num_bytes
+        num_bytes = self.table.pages[page].home_bytes
         self.out_flight_bytes += num_bytes
         self.bytes_out += num_bytes
         return ticket
@@ -426,7 +426,7 @@ class Transfers:
         if not self.engine.cancel(storing.ticket):
             return False
         del self.storing[page]
-        num_bytes = self.table.pages[page].num_bytes
+        num_bytes = self.table.pages[page].home_bytes
         self.out_flight_bytes -= num_bytes
         self.bytes_out -= num_bytes
         self._record(None, -1, page, Act.CANCEL, Tier.DEVICE, self.tier_of(page), num_bytes)
@@ -492,7 +492,7 @@ class Transfers:
         self._note_failed_updates()
         for page in [p for p, s in self.storing.items() if _failed(s.ticket)]:
             del self.storing[page]
-            num_bytes = self.table.pages[page].num_bytes
+            num_bytes = self.table.pages[page].home_bytes
             self.out_flight_bytes -= num_bytes
             self.bytes_out -= num_bytes
         kept = [p for p, t in self._evicting.items() if _failed(t)]
@@ -514,7 +514,7 @@ class Transfers:
         self.num_resident += 1
 
     def _stored(self, page: int, storing: _Storing) -> None:
-        num_bytes = self.table.pages[page].num_bytes
+        num_bytes = self.table.pages[page].home_bytes
         self.out_flight_bytes -= num_bytes
         ticket = storing.ticket
         self.bytes_out_per_ns = _smoothed(self.bytes_out_per_ns, num_bytes, ticket.dur_ns)

@@ -226,7 +226,11 @@ def _pinned(
                     _check_finite(kind, group.slots[index].fqn, view)
                 yield view
     finally:
-        manager.release(group.group, kind)
+        try:
+            if op == Op.WRITE and kind == Kind.PARAMETER:
+                group.round_values()
+        finally:
+            manager.release(group.group, kind)
 
 
 def _at_home(runtime: Runtime, group: ParamGroup, op: Op) -> Generator[torch.Tensor, None, None]:

@@ -102,6 +102,7 @@ def make_model(
         max_grad_norm=chosen.max_grad_norm,
         where=chosen.where,
         master_weights=reduced,
+        frozen_format=config.memory.frozen_format,
         memory=memory,
         lr=chosen.lr,
         betas=tuple(chosen.betas),

@@ -293,6 +293,11 @@ class MemoryConfig(Section):
         checks.optional(checks.whole(1), off="auto"),
         "pages on the device at most; auto: as many as fit",
     )
+    frozen_format: str = setting(
+        "native",
+        checks.choice("native", "int8", "int4"),
+        "how matrices that are not trained lie at home",
+    )
     link_bandwidth: int | None = setting(
         None, checks.optional(checks.rate()), "emulated speed of the bus each way; null: none"
     )

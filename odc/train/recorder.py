@@ -127,6 +127,7 @@ def page_rows(table: PageTable) -> Iterator[dict[str, Any]]:
             "layer": group.layer,
             "expert": group.expert,
             "set": group.set_index,
+            "home_bytes": page.home_bytes,
         }
 
 

@@ -7,12 +7,13 @@ without content), and one for *updates* (the optimizer runs on what lies at home
 by side. On a line the ready command of the highest priority runs first, in order of submission
 among equals.
 
-Loads and stores move in slices of ``SLICE_BYTES``. Between two slices a line looks again: a command
-of a higher priority goes first, and the one it overtook goes on later where it stopped, before
-anything of its own priority that has not begun. ``wait`` makes a command, and all that it waits
-for, urgent: a demand overtakes prefetches and early write-backs, queued ones and running ones.
-Stores of one page never overtake each other, nor an update that reads or writes the page at home;
-a load waits for it. A command is done when its last slice is.
+Loads and stores move in slices of ``SLICE_BYTES`` of the page on the device; of a page that is
+coded at home fewer bytes move for them, and take less time. Between two slices a line looks again:
+a command of a higher priority goes first, and the one it overtook goes on later where it stopped,
+before anything of its own priority that has not begun. ``wait`` makes a command, and all that it
+waits for, urgent: a demand overtakes prefetches and early write-backs, queued ones and running
+ones. Stores of one page never overtake each other, nor an update that reads or writes the page at
+home; a load waits for it. A command is done when its last slice is.
 
 A command that fails changes nothing: frames that were to be filled are in the pool, frames that
 were to be written or given back are still mapped. All that waits for it fails with its error.
@@ -88,7 +89,7 @@ class Ticket:
         ready_ns: since when nothing holds it back: it was submitted, or the last command that it
             waited for ended; when it was taken back, if it was.
         started: its first slice has begun; it will run to its end.
-        moved_bytes: what of it has moved.
+        moved_bytes: what of it has moved, in bytes of the page on the device.
         done_ns: set once, when it has run or failed; -1 before.
         dur_ns: how long its line was busy with it; less than from begin to end if it was overtaken.
         update: what it does, for an update.

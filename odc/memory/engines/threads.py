@@ -260,6 +260,7 @@ class ThreadEngine:
         """Hold the line for as long as the emulated bus would; returns begin and end."""
         line, bandwidth = ticket.line, self.link_bandwidth
         assert line is not None and bandwidth is not None
+        bandwidth /= ticket.page.home_share  # in bytes of the page on the device
         if ticket.error is None and line.tier is not None:
             moved = ticket.moved_bytes
             due = int((moved + size) / bandwidth * 1e9) - int(moved / bandwidth * 1e9)

@@ -232,7 +232,7 @@ class VirtualEngine:
         page = ticket.page
         total = 0 if ticket.error is not None else self._fixed_ns(run, ticket)
         if run.line.tier is not None and ticket.error is None:
-            total += int(page.num_bytes / run.bandwidth * 1e9)
+            total += int(page.home_bytes / run.bandwidth * 1e9)
         if total <= ticket.dur_ns:
             self._end(ticket, at)
             return True
@@ -248,9 +248,10 @@ class VirtualEngine:
             return
         fixed = self._fixed_ns(run, ticket)
         spent = ticket.dur_ns + at - run.begin_ns
-        number = max(int((spent - fixed) * run.bandwidth / 1e9 / self.slice_bytes), 1)
+        bandwidth = run.bandwidth / ticket.page.home_share  # in bytes of the page on the device
+        number = max(int((spent - fixed) * bandwidth / 1e9 / self.slice_bytes), 1)
         while True:
-            end = fixed + int(number * self.slice_bytes / run.bandwidth * 1e9)
+            end = fixed + int(number * self.slice_bytes / bandwidth * 1e9)
             # A slice that has just begun is not one that has ended.
             if end >= spent and end > ticket.dur_ns:
                 break

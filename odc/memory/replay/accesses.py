@@ -296,7 +296,7 @@ class _Recorder:
             for name, values in (self.per_access | self.per_hold).items()
         }
         pages = self.table.pages
-        columns["page_bytes"] = np.array([p.num_bytes for p in pages], np.int64)
+        columns["page_bytes"] = np.array([p.home_bytes for p in pages], np.int64)
         columns["page_frames"] = np.array([p.num_frames for p in pages], np.int64)
         made = _forever(Accesses(**columns), self._always_there())
         following = made.next_hold()

@@ -64,7 +64,7 @@ def compute_ns(workload: Workload) -> int:
 def read_bytes(workload: Workload) -> int:
     """Bytes of the pages that visits read, a page once a visit."""
     table = workload.table()
-    size = [page.num_bytes for page in table.pages]
+    size = [page.home_bytes for page in table.pages]
     return sum(size[page] for visit in workload.visits for page in _read_pages(table, visit))
 
 

@@ -187,6 +187,7 @@ class _Maker:
             "layer": np.array([g.layer for g in groups], np.int16),
             "expert": np.array([g.expert for g in groups], np.int16),
             "set": np.array([g.set_index for g in groups], np.int32),
+            "home_bytes": np.array([p.home_bytes for p in pages], np.int64),
         }
 
 
