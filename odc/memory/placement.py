@@ -46,45 +46,45 @@ def traffic_of(table: PageTable, gradients_come_home: bool = True) -> np.ndarray
 
 
 def choose_host_pages(
-    frames: np.ndarray,
+    sizes: np.ndarray,
     traffic: np.ndarray,
-    host_frames: int,
+    host_room: int,
     order: Sequence[int] | None = None,
 ) -> np.ndarray:
     """Which pages live in host memory.
 
     Args:
-        frames: (num_pages,) frames of each page.
+        sizes: (num_pages,) what each page takes at home, in any unit.
         traffic: (num_pages,) bytes moved a step for each byte, any unit.
-        host_frames: frames that host memory has room for.
+        host_room: what host memory has room for.
         order: page ids in the order of use; that of their numbers if not given. Pages that it does
             not name come last.
 
     Returns:
-        (num_pages,) bool. Their frames are at most ``host_frames``.
+        (num_pages,) bool. Together they take at most ``host_room``.
     """
-    chosen = np.zeros(len(frames), bool)
+    chosen = np.zeros(len(sizes), bool)
     named = list(dict.fromkeys(order)) if order is not None else []
-    rank = np.full(len(frames), len(named))
+    rank = np.full(len(sizes), len(named))
     rank[named] = np.arange(len(named))
-    left = host_frames
+    left = host_room
     for value in sorted(set(traffic.tolist()), reverse=True):
         alike = np.flatnonzero(traffic == value)
         alike = alike[np.argsort(rank[alike], kind="stable")]
-        left -= _spread(frames, alike, left, chosen)
+        left -= _spread(sizes, alike, left, chosen)
     return chosen
 
 
-def _spread(frames: np.ndarray, pages: np.ndarray, room: int, chosen: np.ndarray) -> int:
-    """Choose as many of ``pages`` as fit, evenly along their order; returns their frames."""
-    total = int(frames[pages].sum())
+def _spread(sizes: np.ndarray, pages: np.ndarray, room: int, chosen: np.ndarray) -> int:
+    """Choose as many of ``pages`` as fit, evenly along their order; returns what they take."""
+    total = int(sizes[pages].sum())
     if not total or room <= 0:
         return 0
     goal = min(room, total)
     taken = passed = 0
     skipped = []
     for page in pages.tolist():
-        size = int(frames[page])
+        size = int(sizes[page])
         passed += size
         # Half a page early: on average the share is kept, not fallen short of.
         if taken + size <= room and (2 * taken + size) * total <= 2 * goal * passed:
@@ -93,7 +93,7 @@ def _spread(frames: np.ndarray, pages: np.ndarray, room: int, chosen: np.ndarray
         else:
             skipped.append(page)
     for page in skipped:  # what rounding has left
-        if taken + int(frames[page]) <= room:
+        if taken + int(sizes[page]) <= room:
             chosen[page] = True
-            taken += int(frames[page])
+            taken += int(sizes[page])
     return taken

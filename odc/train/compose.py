@@ -195,7 +195,7 @@ def check_ranks(config: Config) -> None:
     """Refuses what is not combined with several ranks yet.
 
     Raises:
-        ConfigError: Memory is limited, or updates are to run at home.
+        ConfigError: Memory is limited, updates are to run at home, or a home format is named.
     """
     if config.optimizer.where == "home" or config.train.dtype != "float32":
         raise ConfigError(
@@ -209,6 +209,11 @@ def check_ranks(config: Config) -> None:
         raise ConfigError(
             f"{' and '.join(found)}: paging is not combined with several ranks yet; leave it out "
             f"({' '.join(f'{key}=null' for key in found)}), or train with one rank"
+        )
+    if config.memory.frozen_format != "native":
+        raise ConfigError(
+            f"memory.frozen_format: got {config.memory.frozen_format!r} with several ranks, whose "
+            "parameters are sharded and have no home; allowed: native (or train with one rank)"
         )
 
 
