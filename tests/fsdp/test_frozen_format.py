@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ import odc
 from odc.errors import QuantizationError
 from odc.memory.events import Kind, Tier
 from odc.memory.manager import MemoryManager
+from odc.train import checkpoint
+from odc.train.checkpoint import Identity
 from tests.fsdp import models
 from tests.fsdp.block_reference import BITS, round_frozen, rounded
 from tests.fsdp.paged_loop import Watch, settle
@@ -210,6 +212,40 @@ def test_a_state_dict_loads_again_without_a_change():
             model.load_state_dict(first)
             again = model.state_dict()
             assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_a_checkpoint_goes_on_to_the_last_bit(tmp_path):
+    identity = Identity(structure_hash="net", corpus_hash="none", model={})
+    with paged(Net(), 14, "int4", page_size="2MB") as (model, optimizer):
+        losses(model, optimizer, 2)
+        path = checkpoint.save(tmp_path, 2, model, optimizer, identity)
+        expected = losses(model, optimizer)
+        weights = model.state_dict()
+    for budget in (None, 18):
+        with paged(Net(), budget, "int4", home="disk") as (model, optimizer):
+            with model.resident(write=True) if budget is None else nullcontext(), torch.no_grad():
+                for parameter in model.parameters() if budget is None else ():
+                    parameter.add_(1.0)
+            checkpoint.load(path, model, optimizer, identity)
+            assert losses(model, optimizer) == expected
+            found = model.state_dict()
+            assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_checkpoint_of_a_native_run_is_rounded_when_it_is_loaded(tmp_path):
+    identity = Identity(structure_hash="net", corpus_hash="none", model={})
+    with paged(Net(), None, "native") as (model, optimizer):
+        losses(model, optimizer, 1)
+        path = checkpoint.save(tmp_path, 1, model, optimizer, identity)
+        saved = model.state_dict()
+    for budget in (None, 14):
+        with paged(Net(), budget, "int8", page_size="2MB") as (model, optimizer):
+            checkpoint.load(path, model, optimizer, identity)
+            found = model.state_dict()
+            for name, parameter in model.named_parameters():
+                trained = parameter.requires_grad
+                expected = saved[name] if trained else rounded(saved[name], "int8")
+                assert torch.equal(found[name], expected), name
 
 
 def test_a_value_that_is_not_finite_is_refused_where_it_is_written():
