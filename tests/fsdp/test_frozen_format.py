@@ -377,3 +377,14 @@ def test_a_frozen_group_is_never_written_back():
         model.memory.set_sink(watch)
         losses(model, optimizer, 2)
         assert stored and not set(stored) & set(pages)
+
+
+def test_updates_at_home_go_on_beside_a_frozen_base_in_four_bits():
+    expected, _ = plain_losses("int4", torch.float32)
+    for home in ("host", "disk"):
+        memory = MemoryManager(page_budget=14 * MIB, page_size="2MB", home=home)
+        model, optimizer = odc.paged(
+            Net(), torch.optim.AdamW, memory=memory, frozen_format="int4", where="home", lr=LR
+        )
+        assert losses(model, optimizer) == expected
+        model.close()
