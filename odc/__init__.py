@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "paged": "odc.fsdp.paged",
     "PagedModule": "odc.fsdp.paged",
+    "checkpoint_layers": "odc.fsdp.activations",
+    "chunked_cross_entropy": "odc.fsdp.chunked_loss",
     "fully_shard": "odc.fsdp.fully_shard",
     "FullyShardedDataParallel": "odc.fsdp.fully_shard",
     "FSDPModule": "odc.fsdp.fully_shard",
@@ -39,6 +41,8 @@ __all__ = [
     "PagedGradientError",
     "PagedModule",
     "__version__",
+    "checkpoint_layers",
+    "chunked_cross_entropy",
     "fully_shard",
     "load_safetensors",
     "paged",
@@ -57,6 +61,8 @@ if TYPE_CHECKING:
         PagedGradientError,
         PageIOError,
     )
+    from odc.fsdp.activations import checkpoint_layers
+    from odc.fsdp.chunked_loss import chunked_cross_entropy
     from odc.fsdp.fully_shard import (
         FSDPModule,
         FullyShardedDataParallel,

@@ -19,6 +19,7 @@ from odc.fsdp.blocks import BLOCK, BlockCodec, BlockFormat, is_coded
 from odc.fsdp.parameter import (
     AbsentParameter,
     PagedParameter,
+    has_autograd_grad,
     set_plain_grad,
     take_autograd_grad,
 )
@@ -160,6 +161,7 @@ class ParamGroup:
         self.plain_grad = False
         self.frozen = not trainable  # for good: it has no pages for a gradient
         self.norms: dict[int, torch.Tensor] = {}
+        self.in_page: set[int] = set()  # gradients computed there in this backward
         self.runtime: Runtime | None = None
         self._pins = 0
         self._chunks: list[list[Chunk]] | None = None
@@ -261,6 +263,20 @@ class ParamGroup:
         if self.plain_grad:
             self._show_gradient(index, phase)
             return
+        if not has_autograd_grad(self.parameters[index]):
+            if index in self.in_page:  # all of it lies in its page already
+                self.received.add(index)
+            return
+        view, has_content = self.gradient_page(index, phase)
+        gradient = take_autograd_grad(self.parameters[index])
+        if has_content:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        self.received.add(index)
+
+    def gradient_page(self, index: int, phase: Phase) -> tuple[torch.Tensor, bool]:
+        """A parameter's gradient in its page, about to be written, and whether it has content."""
         if index in self.used:
             raise RuntimeError(
                 f"a backward after an update without opt.zero_grad() (parameter "
@@ -268,15 +284,10 @@ class ParamGroup:
                 "opt.zero_grad() after every opt.step()"
             )
         self._pin_gradient(phase)
-        gradient = take_autograd_grad(self.parameters[index])
-        view = self.view(Kind.GRADIENT, index)
-        if self.has_gradient[index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-        self.has_gradient[index] = True
-        self.received.add(index)
+        has_content, self.has_gradient[index] = self.has_gradient[index], True
         self.unsettled = True
+        self.norms.pop(index, None)
+        return self.view(Kind.GRADIENT, index), has_content
 
     def _show_gradient(self, index: int, phase: Phase) -> None:
         """Everything is resident: ``.grad`` is a view of the page, as plain PyTorch has it."""

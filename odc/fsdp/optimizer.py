@@ -45,6 +45,7 @@ _PAGED = (
     "where",
     "master_weights",
     "frozen_format",
+    "activations",
     "memory",
 )
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from odc.errors import ConfigError
+from odc.fsdp.activations import Activations, check_mode
 from odc.fsdp.blocks import BlockFormat
 from odc.fsdp.group import GroupLayout, ParamGroup, UnitGroups
 from odc.fsdp.group_layouts import check_where, choose_home, lay_out_groups
@@ -207,6 +208,7 @@ def paged(
     where: str = "device",
     master_weights: bool = False,
     frozen_format: str = "native",
+    activations: str = "keep",
     memory: MemoryManager | None = None,
     **options: Any,
 ) -> tuple[M, PagedAdamW | None]:
@@ -250,6 +252,10 @@ def paged(
             64 values that share a scale, as ``"int8"`` or ``"int4"``: 8.25 or 4.25 bits a value
             cross the link and are turned back on the device. They are rounded once, when they are
             written, so that results are the same under every budget. Vectors stay as they are.
+        activations: what layers (the children of the outermost ``nn.ModuleList``) save for
+            backward is kept (``"keep"``), computed again in backward (``"checkpoint"``), or moved
+            home and loaded ahead of its backward (``"offload"``). Losses are the same to the last
+            bit.
         memory: a manager made by hand, instead of the memory arguments above.
         **options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``.
 
@@ -264,6 +270,7 @@ def paged(
     _check(model, optimizer, update, accumulate, max_grad_norm, options)
     check_where(where, master_weights, optimizer)
     _check_memory(memory, total_mem, page_budget)
+    check_mode(activations)
     if memory is None:
         memory = MemoryManager(
             total_mem=total_mem,
@@ -303,6 +310,7 @@ def paged(
         clip=max_grad_norm is not None,
     )
     _install(runtime, units, sets, groups_of, optimizer is not None)
+    runtime.activations = Activations(model, memory, activations)
     model.__class__ = type(f"Paged{type(model).__name__}", (PagedModule, type(model)), {})
     model._odc_runtime = runtime  # type: ignore[assignment]
     if optimizer is None:

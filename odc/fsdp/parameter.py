@@ -203,6 +203,11 @@ def _refuse_copy(what: str) -> NoReturn:
     )
 
 
+def has_autograd_grad(parameter: PagedParameter) -> bool:
+    """Whether autograd left a gradient in ``.grad``; it may have been given none."""
+    return _GRAD.__get__(parameter) is not None
+
+
 def take_autograd_grad(parameter: PagedParameter) -> torch.Tensor:
     """The gradient that autograd left, taken out of ``.grad``."""
     grad = _GRAD.__get__(parameter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from odc.fsdp.hooks import in_backward
 from odc.fsdp.passes import Passes
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.manager import MemoryManager
+
+if TYPE_CHECKING:
+    from odc.fsdp.activations import Activations
 
 Update = Callable[[ParamGroup, Phase], None]
 
@@ -54,6 +57,7 @@ class Runtime(Passes):
         self.clip = clip
         self.orders: list[ExpertOrder] = []
         self.update: Update | None = None
+        self.activations: Activations | None = None
         self.updated_in_backward = False  # and opt.step() not called since
         self.num_steps = 0
         self.micro = 0  # backwards since the last update
@@ -101,30 +105,52 @@ class Runtime(Passes):
             self.settle(group, last=True)
             received = received or bool(group.received)
             group.received.clear()
+            group.in_page.clear()
         if received:
             self.micro += 1
+        if self.activations is not None:
+            self.activations.end_backward()
 
     def forget_pass(self) -> None:
         for group in self.groups:
             group.unpin_gradient()
             group.received.clear()
+            group.in_page.clear()
             group.unsettled = False
 
     # -- gradients -------------------------------------------------------------------------------
 
     def take_gradient(self, group: ParamGroup, index: int) -> None:
         """A parameter's gradient is complete for this backward."""
+        if self._accepts_gradient(group, index):
+            group.add_gradient(index, Phase.BACKWARD)
+
+    def gradient_page(self, group: ParamGroup, index: int) -> tuple[torch.Tensor, bool]:
+        """A parameter's gradient, for who computes it in its page and hands autograd none.
+
+        It is complete when autograd has seen every use of the parameter.
+
+        Returns:
+            A view of the page, pinned until the group is settled, and whether it has content that
+            the new gradient is to be added to.
+        """
+        self._accepts_gradient(group, index)
+        group.in_page.add(index)
+        return group.gradient_page(index, Phase.BACKWARD)
+
+    def _accepts_gradient(self, group: ParamGroup, index: int) -> bool:
+        """Whether a gradient is for pages; refuses one that cannot be right."""
         self.begin_backward()
         if not group.trainable:
             self._refuse_gradient(group, index)
-            return
+            return False
         if self.update_in_backward and self.micro >= self.accumulate and not group.plain_grad:
             raise RuntimeError(
                 f"backward number {self.micro + 1} of a step, but accumulate={self.accumulate}: "
                 "with update='backward' the last of them updates; pass accumulate=, or call "
                 "opt.step() and opt.zero_grad() after every step"
             )
-        group.add_gradient(index, Phase.BACKWARD)
+        return True
 
     def _refuse_gradient(self, group: ParamGroup, index: int) -> None:
         if group.codec is not None:

@@ -20,8 +20,10 @@ will not come again gives pages a fixed ``page_budget``, or resumes in a new pro
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from odc.memory.activations import ActivationAccount
 from odc.memory.frames import FRAME_BYTES
 
 _MARGIN = 0.02  # of total_mem, left free
@@ -57,14 +59,22 @@ class Ledger:
         base_bytes: resident size before the first step, without pages and home.
         seen_peak_bytes: the process's peak at the last look.
         measured: whether ``rest_peak_bytes`` says anything.
+        activations: the part of the rest that autograd keeps for backward.
+        usage: tells (taken, most ever taken) bytes of what ``total_bytes`` limits: of the process,
+            on a machine without a device; where there is one, its allocator's statistics.
     """
 
     total_bytes: int | None
     fixed_page_bytes: int | None = None
     rest_peak_bytes: int = 0
-    base_bytes: int = field(default_factory=lambda: resident_bytes()[0])
-    seen_peak_bytes: int = field(default_factory=lambda: resident_bytes()[1])
+    base_bytes: int = field(init=False)
+    seen_peak_bytes: int = field(init=False)
     measured: bool = False
+    activations: ActivationAccount = field(default_factory=ActivationAccount)
+    usage: Callable[[], tuple[int, int]] = resident_bytes
+
+    def __post_init__(self) -> None:
+        self.base_bytes, self.seen_peak_bytes = self.usage()
 
     @property
     def measures(self) -> bool:
@@ -88,7 +98,7 @@ class Ledger:
         of that.
         """
         trim_heap()
-        resident, self.seen_peak_bytes = resident_bytes()
+        resident, self.seen_peak_bytes = self.usage()
         self.base_bytes = resident - page_bytes - home_bytes
 
     def measure(self, page_bytes: int, home_bytes: int) -> int:
@@ -98,7 +108,7 @@ class Ledger:
             page_bytes: size of the pool since the last look.
             home_bytes: host memory that a home takes; it is not the device's.
         """
-        resident, peak = resident_bytes()
+        resident, peak = self.usage()
         taken = page_bytes + home_bytes
         self.base_bytes = min(self.base_bytes, resident - taken)
         if peak > self.seen_peak_bytes:

@@ -7,6 +7,7 @@ allocated and given back.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import math
 import os
@@ -16,16 +17,17 @@ from contextlib import contextmanager
 from functools import partial
 
 from odc.errors import BudgetError, OdcError
+from odc.memory.activations import describe_owners, describe_remedies
 from odc.memory.coded import CodedHome, RangeCodec, page_bytes
 from odc.memory.engines.threads import ThreadEngine
-from odc.memory.events import Kind
+from odc.memory.events import Account, Kind, Tier
 from odc.memory.frames import FRAME_BYTES, AddressRange, FramePool, make_pool
 from odc.memory.home import Home
 from odc.memory.home_plan import HomeOptions, HomePlan, make_home, plan_home
 from odc.memory.home_range import HomeRange
 from odc.memory.ledger import Ledger
 from odc.memory.orders import OrderLibrary
-from odc.memory.pager import Pager, Tuning
+from odc.memory.pager import Counters, Pager, Tuning
 from odc.memory.pages import GroupSpec, PageTable
 from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
 from odc.memory.preflight import check
@@ -109,6 +111,7 @@ class MemoryManager(Pager):
         self.table = PageTable(max(parse_size(page_size) // FRAME_BYTES, 1) * FRAME_BYTES)
         self._ranges: list[AddressRange] = []  # kept as long as frames may be mapped into them
         self._codecs: dict[int, RangeCodec] = {}
+        self._starts: list[int] = []  # their addresses
         self.pool: FramePool | None = None
         self.home: Home | None = None
         self._built = False
@@ -228,7 +231,7 @@ class MemoryManager(Pager):
         transfers = Transfers(table, engine, frames, home.tiers[0], self._policy)
         transfers.tier_of = home.tier_of
         super().__init__(table, library, transfers, self._eviction, prefetcher, self._tuning)
-        self._least_frames = least
+        self._least_frames, self._least_owner = least, owner
         self.hold_pinned()
 
     # -- what lies at home -----------------------------------------------------------------------
@@ -275,14 +278,16 @@ class MemoryManager(Pager):
         return plan
 
     def _refuse(self, frames: int, least: int, owner: int) -> None:
-        name = self.table.groups[owner].name
+        spec = self.table.groups[owner]
         option = "page_budget"
+        gradient = " and as much of its gradient" if spec.has_gradient else ""
         need = least * FRAME_BYTES
         if self.ledger.fixed_page_bytes is None:
             option, need = "total_mem", 2 * need
         raise BudgetError(
             f"{self.option_prefix}{option}: {format_bytes(frames * FRAME_BYTES)} for pages cannot "
-            f"train group {name}; use at least {exact_size(need)}, or smaller pages "
+            f"train group {spec.name} ({format_bytes(spec.num_bytes)} of parameters{gradient}); "
+            f"use at least {exact_size(need)}, or smaller pages "
             f"({self.option_prefix}page_size)"
         )
 
@@ -294,10 +299,40 @@ class MemoryManager(Pager):
             self.ledger.start(self.pool.num_bytes, self._home_bytes)
         super().begin_pass(ctx, tokens)
 
+    def take(self) -> Counters:
+        """Counters since the last call, those of moved activations among them."""
+        counters = super().take()
+        moved = self.ledger.activations.take_traffic()
+        counters.activation_bytes_in, counters.activation_bytes_out = moved
+        return counters
+
+    def write_memory(self) -> None:
+        """Write the accounts of pages and activations to the trace."""
+        super().write_memory()
+        if self.sink is not None:
+            account = self.ledger.activations
+            self.sink.mem(
+                self._engine.now_ns(),
+                self.step,
+                Tier.DEVICE,
+                Account.ACTIVATIONS,
+                account.live_bytes,
+                account.peak_bytes,
+            )
+
     @property
     def _home_bytes(self) -> int:
-        """Host memory that the home takes."""
-        return self.home.used_bytes if self.home is not None else 0
+        """Host memory that the home and what is moved there of activations take."""
+        pages = self.home.used_bytes if self.home is not None else 0
+        return pages + self.ledger.activations.home_bytes
+
+    def owns(self, address: int) -> bool:
+        """Whether an address lies in the range of some group."""
+        if len(self._starts) != len(self._ranges):
+            self._ranges.sort(key=lambda r: r.address)
+            self._starts = [r.address for r in self._ranges]
+        at = bisect.bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self._starts[at] + self._ranges[at].num_bytes
 
     def rebalance(self) -> int:
         """Measure the rest and give pages what it leaves; returns the rest's peak in bytes.
@@ -319,11 +354,26 @@ class MemoryManager(Pager):
                 f"{self.option_prefix}total_mem: activations and the rest peak at "
                 f"{format_bytes(rest)} of {format_bytes(total)} and leave "
                 f"{format_bytes(target * FRAME_BYTES)} for pages, which need "
-                f"{format_bytes(least_bytes)}; use a smaller micro-batch, activation "
-                f"checkpointing, or total_mem >= {exact_size(enough)}"
+                f"{format_bytes(least_bytes)}{self._largest_group()}. {self._advice(rest)}, or "
+                f"total_mem >= {exact_size(enough)}"
             )
         self._resize(target)
         return rest
+
+    def _largest_group(self) -> str:
+        """Who needs the least that pages must have."""
+        if self._least_owner < 0:
+            return ""
+        return f" (for {self.table.groups[self._least_owner].name})"
+
+    def _advice(self, rest: int) -> str:
+        """Whose the rest's peak is, and what would make it fall."""
+        account = self.ledger.activations
+        owners = describe_owners(account, rest)
+        remedies = describe_remedies(account, in_config=bool(self.option_prefix))
+        use = ["a smaller micro-batch", *remedies] if owners else ["a smaller micro-batch"]
+        peak = f"The peak was {owners}. " if owners else ""
+        return f"{peak}Use {', '.join(use)}"
 
     def _resize(self, frames: int) -> None:
         assert self.pool is not None

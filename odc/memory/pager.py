@@ -36,6 +36,8 @@ class Counters:
     peak_page_bytes: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    activation_bytes_in: int = 0
+    activation_bytes_out: int = 0
 
 
 class Pager:
@@ -303,6 +305,11 @@ class Pager:
             raise ValueError(f"scores must be one for each of {len(groups)}, got {len(scores)}")
         if self.prefetcher is not None:
             self.prefetcher.hint(groups, scores)
+
+    def waited(self, wait_ns: int) -> None:
+        """The training thread has waited for something else than pages."""
+        self.counters.stall_ns += wait_ns
+        self._mark += wait_ns
 
     def pause(self) -> None:
         """The time since the last call, and the visit that runs, are no computation."""

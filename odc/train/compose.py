@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from odc.errors import ConfigError
+from odc.fsdp.activations import checkpoint_layers
 from odc.fsdp.optimizer import PagedAdamW
 from odc.fsdp.paged import paged
 from odc.fsdp.ragged import RaggedTensor, distribute_ragged
@@ -86,7 +87,7 @@ def make_model(
         config.model,
         vocab_size,
         device="meta",
-        activation_checkpointing=config.train.activation_checkpointing,
+        loss_chunk=config.activations.loss_chunk,
     )
     reduced = config.train.dtype == "bfloat16"
     if reduced:
@@ -103,6 +104,7 @@ def make_model(
         where=chosen.where,
         master_weights=reduced,
         frozen_format=config.memory.frozen_format,
+        activations=config.activations.mode,
         memory=memory,
         lr=chosen.lr,
         betas=tuple(chosen.betas),
@@ -157,8 +159,10 @@ def make_sharded(config: Config, vocab_size: int) -> tuple[Transformer, torch.op
         config.model,
         vocab_size,
         device="meta",
-        activation_checkpointing=config.train.activation_checkpointing,
+        loss_chunk=config.activations.loss_chunk,
     )
+    if config.activations.mode == "checkpoint":
+        checkpoint_layers(model)
     options: dict[str, Any] = {
         "granularity": sharding.shard_granularity,
         "dbuffer_size": sharding.dbuffer_size,
@@ -195,13 +199,19 @@ def check_ranks(config: Config) -> None:
     """Refuses what is not combined with several ranks yet.
 
     Raises:
-        ConfigError: Memory is limited, updates are to run at home, or a home format is named.
+        ConfigError: Memory is limited, updates are to run or activations to be moved home, or a
+            home format is named.
     """
     if config.optimizer.where == "home" or config.train.dtype != "float32":
         raise ConfigError(
             f"optimizer.where {config.optimizer.where}, train.dtype {config.train.dtype}: updates "
             "at home are not combined with several ranks yet; use optimizer.where=device "
             "train.dtype=float32, or train with one rank"
+        )
+    if config.activations.mode == "offload":
+        raise ConfigError(
+            "activations.mode: got 'offload' with several ranks; allowed: keep, checkpoint (what "
+            "ranks save is not moved home yet)"
         )
     keys = ("total_mem", "page_budget")
     found = [f"memory.{key}" for key in keys if getattr(config.memory, key) is not None]

@@ -20,6 +20,7 @@ import yaml
 from odc.errors import ConfigError
 from odc.train.config_checks import nearest
 from odc.train.config_schema import (
+    ActivationsConfig,
     CheckpointConfig,
     CommunicationConfig,
     DataConfig,
@@ -47,6 +48,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -155,9 +155,6 @@ class TrainConfig(Section):
         checks.optional(checks.whole(1), off="auto"),
         "compute threads; auto: all cores but one",
     )
-    activation_checkpointing: bool = setting(
-        False, checks.flag(), "recompute activations in backward"
-    )
     dtype: str = setting(
         "float32",
         checks.choice("float32", "bfloat16"),
@@ -373,6 +370,24 @@ class MemoryConfig(Section):
             f"memory.page_budget: got {self.page_budget} bytes; "
             f"allowed: at most memory.total_mem, {self.total_mem} bytes"
         ]
+
+
+@dataclass(kw_only=True)
+class ActivationsConfig(Section):
+    """What is done with what layers save for backward, and with the logits."""
+
+    heading: ClassVar[str] = "activations"
+
+    mode: str = setting(
+        "keep",
+        checks.choice("keep", "checkpoint", "offload"),
+        "keep it, compute it again in backward, or move it home",
+    )
+    loss_chunk: int | None = setting(
+        None,
+        checks.optional(checks.whole(1)),
+        "tokens whose logits exist at a time; null: all",
+    )
 
 
 @dataclass(kw_only=True)

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from odc.fsdp.chunked_loss import chunked_cross_entropy
 from odc.train.config_schema import ModelConfig
 from odc.train.kv_cache import KVCache, LayerCache
 
@@ -182,15 +182,15 @@ class Transformer(nn.Module):
     Args:
         config: Shape of the model.
         vocab_size: Number of token ids.
-        activation_checkpointing: Recompute each block in backward instead of keeping what it saved.
+        loss_chunk: Tokens whose logits exist at a time in the loss; `None`: all.
     """
 
     def __init__(
-        self, config: ModelConfig, vocab_size: int, *, activation_checkpointing: bool = False
+        self, config: ModelConfig, vocab_size: int, *, loss_chunk: int | None = None
     ) -> None:
         super().__init__()
         self.config = config
-        self.activation_checkpointing = activation_checkpointing
+        self.loss_chunk = loss_chunk
         self.embed = nn.Embedding(vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
@@ -224,25 +224,24 @@ class Transformer(nn.Module):
         x = self.embed(idx)
         auxiliary = x.new_zeros((), dtype=torch.float32)
         for index, layer in enumerate(self.layers):
-            x, layer_auxiliary = self._run_layer(
-                layer, x, rope, None if cache is None else cache.layers[index]
-            )
+            x, layer_auxiliary = layer(x, rope, None if cache is None else cache.layers[index])
             auxiliary = auxiliary + layer_auxiliary
-        logits = self.head(self.norm(x))
+        x = self.norm(x)
         if targets is None:
-            return logits
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX
-        )
+            return self.head(x)
+        loss = self._loss(x, targets)
         return loss + auxiliary / len(self.layers) if self.training else loss
 
-    def _run_layer(
-        self, layer: nn.Module, x: Tensor, rope: Rope, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor]:
-        if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
-            # No operation of a block draws random numbers, so there is no state to restore.
-            return checkpoint(layer, x, rope, use_reentrant=False, preserve_rng_state=False)
-        return layer(x, rope, cache)
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of the head's answers to (B, T, D)."""
+        if self.loss_chunk is not None:
+            return chunked_cross_entropy(
+                x, self.head, targets, chunk=self.loss_chunk, ignore_index=IGNORE_INDEX
+            )
+        logits = self.head(x)
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX
+        )
 
 
 def rope_tables(start: int, length: int, config: ModelConfig, device: torch.device) -> Rope:
@@ -307,7 +306,7 @@ def build_model(
     *,
     seed: int = 0,
     device: str | torch.device = "cpu",
-    activation_checkpointing: bool = False,
+    loss_chunk: int | None = None,
 ) -> Transformer:
     """Builds a model; on the meta device it has shapes only, elsewhere initialised weights.
 
@@ -316,10 +315,10 @@ def build_model(
         vocab_size: Number of token ids.
         seed: Seed of the weights.
         device: Where the parameters live.
-        activation_checkpointing: Recompute blocks in backward.
+        loss_chunk: Tokens whose logits exist at a time in the loss; `None`: all.
     """
     with torch.device("meta"):
-        model = Transformer(config, vocab_size, activation_checkpointing=activation_checkpointing)
+        model = Transformer(config, vocab_size, loss_chunk=loss_chunk)
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)

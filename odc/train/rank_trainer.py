@@ -199,6 +199,9 @@ class RankTrainer(Trainer):
     def _used_tiers(self) -> dict[str, Any]:
         return {}  # shards are not paged
 
+    def _activations(self) -> dict[str, Any]:
+        return {"activations": {"mode": self.config.activations.mode}}
+
     def _summarize(self, status: str, reason: str | None = None) -> dict[str, Any]:
         return super()._summarize(status, reason) if self.ranks.is_root else {"status": status}
 

@@ -107,7 +107,8 @@ class Recorder(StepRecorder):
     def end_training(self, row: StepRow) -> None:
         """The training of a step is over; an evaluation may follow."""
         if self._memory and self._traced:
-            rest = row.transient_bytes
+            # Activations have an account of their own.
+            rest = max(row.transient_bytes - self._manager.ledger.activations.peak_bytes, 0)
             self._sink.mem(row.t_ns, row.step, Tier.DEVICE, Account.TRANSIENTS, rest, rest)
         super().end_training(row)
 

@@ -36,6 +36,9 @@ METRIC_KEYS = (
     "page_bytes",
     "peak_page_bytes",
     "transient_bytes",
+    "activation_bytes",
+    "activation_bytes_in",
+    "activation_bytes_out",
 )
 _TOTALS = (
     "tokens",
@@ -46,6 +49,8 @@ _TOTALS = (
     "sent_bytes",
     "bytes_in",
     "bytes_out",
+    "activation_bytes_in",
+    "activation_bytes_out",
     "misses",
 )
 _MEDIANS = ("step_s", "compute_s", "stall_s", "bytes_in", "bytes_out", "misses")

@@ -28,6 +28,7 @@ from odc.fsdp.runtime import Runtime
 from odc.memory.events import StepRow
 from odc.memory.pager import Counters
 from odc.train import checkpoint
+from odc.train.activations import activation_facts
 from odc.train.checkpoint import Identity
 from odc.train.compose import make_memory, make_model, policy_name, prepare_process
 from odc.train.config import Config, dump_config
@@ -274,7 +275,8 @@ class Trainer:
             transient_bytes=max(self.manager.rebalance(), 0),
         )
         self._recorder.end_training(row)
-        return _metrics(row, counters) | self._evaluate(step + 1)
+        kept = self.manager.ledger.activations.peak_bytes
+        return _metrics(row, counters, kept) | self._evaluate(step + 1)
 
     def _forward_backward(self, step: int) -> tuple[float, int]:
         """Accumulates the gradients of a step; returns its loss and its tokens.
@@ -381,7 +383,7 @@ class Trainer:
         }
 
     def _summarize(self, status: str, reason: str | None = None) -> dict[str, Any]:
-        facts = self._facts | self._used_tiers()
+        facts = self._facts | self._used_tiers() | self._activations()
         facts = facts if reason is None else {"reason": reason, **facts}
         return self.run_dir.write_summary(status, facts)
 
@@ -401,6 +403,10 @@ class Trainer:
                 for tier, used in home.traffic.items()
             }
         }
+
+    def _activations(self) -> dict[str, Any]:
+        """What layers kept for backward, and what each mode would keep at its peak."""
+        return {"activations": activation_facts(self.manager.ledger.activations)}
 
     def _fail(self, error: BaseException) -> None:
         """Leaves a readable run behind; nothing here may hide the error itself."""
@@ -453,7 +459,7 @@ def _source(run_dir: RunDir, resume: bool, start_from: Path | None) -> Path | No
     return found
 
 
-def _metrics(row: StepRow, counters: Counters) -> dict[str, Any]:
+def _metrics(row: StepRow, counters: Counters, activation_bytes: int) -> dict[str, Any]:
     return {
         "step": row.step,
         "epoch": row.epoch,
@@ -467,5 +473,8 @@ def _metrics(row: StepRow, counters: Counters) -> dict[str, Any]:
         "page_bytes": row.page_bytes,
         "peak_page_bytes": row.peak_page_bytes,
         "transient_bytes": row.transient_bytes,
+        "activation_bytes": activation_bytes,
+        "activation_bytes_in": counters.activation_bytes_in,
+        "activation_bytes_out": counters.activation_bytes_out,
         "misses": counters.misses,
     }

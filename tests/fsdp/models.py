@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from odc.fsdp.activations import checkpoint_layers
 from odc.train.config_schema import ModelConfig
 from odc.train.models import Transformer, build_model, rope_tables
 from tests.fsdp.plain_loop import VOCAB
@@ -126,7 +127,10 @@ class Sizes(nn.Module):
 
 def _transformer(shape: dict, checkpointing: bool = False, **more: object) -> Transformer:
     config = ModelConfig(**{**shape, **more})
-    return build_model(config, VOCAB, activation_checkpointing=checkpointing)
+    model = build_model(config, VOCAB)
+    if checkpointing:
+        checkpoint_layers(model)
+    return model
 
 
 def _segments(shape: dict) -> nn.Module:

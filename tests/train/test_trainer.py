@@ -81,7 +81,8 @@ def train_plainly(config) -> list[float]:
         ("moe", {}),
         ("moe", {"train.accumulate": 2, "train.steps": 5}),
         ("moe", {"train.accumulate": 2, "optimizer.max_grad_norm": 0.5, "train.steps": 5}),
-        ("dense", {"train.activation_checkpointing": True, "train.steps": 4}),
+        ("dense", {"activations.mode": "checkpoint", "train.steps": 4}),
+        ("dense", {"activations.mode": "offload", "train.steps": 4}),
         ("moe", {"memory.page_budget": "unlimited", "train.steps": 5}),
     ],
 )
@@ -155,7 +156,11 @@ def test_trace_holds_chosen_steps_and_a_row_of_every_step(make_config, read_metr
     assert reader.steps()["step"].tolist() == list(range(8))
     assert reader.steps()["loss"].tolist() == losses(read_metrics(tmp_path / "run"))
     assert set(reader.mem()["step"].tolist()) == {0, 3, 6}
-    assert set(reader.mem()["account"].tolist()) == {Account.PAGES, Account.TRANSIENTS}
+    assert set(reader.mem()["account"].tolist()) == {
+        Account.PAGES,
+        Account.ACTIVATIONS,
+        Account.TRANSIENTS,
+    }
     assert all(reader.clean_end.values()) and not reader.problems
     manifest = reader.manifest
     assert manifest["model"]["class"] == "odc.train.models.Transformer"
@@ -324,3 +329,25 @@ def test_a_half_written_line_is_left_out(tmp_path):
         {"step": 0, "loss": 2.0},
         {"step": 1, "loss": None},
     ]
+
+
+def test_a_run_tells_what_layers_kept_and_what_each_mode_would(make_config, read_metrics, tmp_path):
+    peaks, predicted = {}, {}
+    for mode in ("keep", "checkpoint", "offload"):
+        config = make_config("dense", **{"activations.mode": mode, "train.steps": 3})
+        told = train(config, tmp_path / mode).summary["activations"]
+        assert told["mode"] == mode
+        assert set(told["layers"]) == {f"layers.{index}" for index in range(4)}
+        peaks[mode], predicted[mode] = told["peak_bytes"], told["predicted_peak_bytes"][mode]
+        metrics = read_metrics(tmp_path / mode)
+        assert all(0 < line["activation_bytes"] <= told["peak_bytes"] for line in metrics)
+        assert (sum(line["activation_bytes_in"] for line in metrics) > 0) == (mode == "offload")
+    assert peaks == pytest.approx(predicted, rel=0.1)
+    assert peaks["checkpoint"] < peaks["offload"] < peaks["keep"]
+
+
+def test_a_chunked_loss_is_that_of_all_logits(make_config, read_metrics, tmp_path):
+    for name, chunk in (("all", None), ("chunked", 20)):
+        train(make_config(**{"activations.loss_chunk": chunk, "train.steps": 4}), tmp_path / name)
+    chunked, whole = (losses(read_metrics(tmp_path / name)) for name in ("chunked", "all"))
+    assert chunked == pytest.approx(whole, rel=1e-4)

@@ -15,6 +15,7 @@ whoever submits them, and a release that waited for a store is made by the threa
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ import time
 from odc.errors import OdcError
 from odc.memory.engines.base import SLICE_BYTES, CommandKind, HomeUpdate, Priority, Ticket
 from odc.memory.engines.board import Board, Line
+from odc.memory.events import Tier
 from odc.memory.frames import FramePool
 from odc.memory.home import Home
 from odc.memory.pages import Page
@@ -68,7 +70,7 @@ class ThreadEngine:
         self._lock = threading.Lock()
         self._done = threading.Condition(self._lock)
         self._awaited: Ticket | None = None
-        self._board = board = Board(home.tiers, home.tier_of)
+        self._board = board = Board(home.tiers, self._tier_of)
         self._free_ns = dict.fromkeys(board.lines, 0)  # the clocks of emulated lines
         self._pid = os.getpid()
         self._stopped = False
@@ -84,6 +86,10 @@ class ThreadEngine:
 
     def now_ns(self) -> int:
         return time.perf_counter_ns()
+
+    def _tier_of(self, page: int) -> Tier:
+        """Whose lines a page takes: its home's, for what is no page (below 0) the nearest's."""
+        return self.home.tier_of(page) if page >= 0 else self.home.tiers[0]
 
     def submit(
         self,
@@ -240,7 +246,9 @@ class ThreadEngine:
 
     def _execute(self, ticket: Ticket, size: int) -> None:
         page, at = ticket.page, ticket.moved_bytes
-        if ticket.kind == CommandKind.RELEASE:
+        if page.page < 0:
+            _copy_buffer(ticket, size)
+        elif ticket.kind == CommandKind.RELEASE:
             self.pool.unmap(page.address)
         elif ticket.update is not None:
             ticket.update.run()
@@ -271,6 +279,14 @@ class ThreadEngine:
         while (left := end - time.perf_counter_ns()) > 0:
             time.sleep(left / 1e9)
         return begin, end
+
+
+def _copy_buffer(ticket: Ticket, size: int) -> None:
+    """Move a slice of what is no page: its ``offset`` is an address in host memory."""
+    page, at = ticket.page, ticket.moved_bytes
+    home, device = page.offset + at, page.address + at
+    source, target = (device, home) if ticket.kind == CommandKind.STORE else (home, device)
+    ctypes.memmove(target, source, size)
 
 
 def _holds_back(ticket: Ticket) -> bool:
