@@ -479,7 +479,9 @@ class OrderPrefetcher:
         while self._cursor <= last:
             updates = self._updates_before(self._cursor)
             for page in self._pages_at(self._cursor):
-                if absent[page] and not (updates and self._goes_ahead(page, updates)):
+                if updates and self._goes_ahead(page, updates):
+                    return  # its frames are needed sooner than what comes behind it
+                if absent[page]:
                     yield page, self._fresh_ahead()
             self._cursor += 1
 
