@@ -477,18 +477,20 @@ class OrderPrefetcher:
                         yield page, self._fresh_ahead()
             self._again.pop(0)
         while self._cursor <= last:
-            updates = self._updates_before(self._cursor)
-            for page in self._pages_at(self._cursor):
-                if updates and self._goes_ahead(page, updates):
-                    return  # its frames are needed sooner than what comes behind it
+            pages = self._pages_at(self._cursor)
+            if self._is_updated_before(pages, self._cursor):
+                return  # these are needed sooner than what comes behind them
+            for page in pages:
                 if absent[page]:
                     yield page, self._fresh_ahead()
             self._cursor += 1
 
-    def _updates_before(self, serial: int) -> RecordedOrder | None:
-        """This pass's order, if an entry of a later pass needs what it updates at home."""
+    def _is_updated_before(self, pages: Sequence[int], serial: int) -> bool:
+        """Whether what an entry of a later pass needs is still to be updated at home in this."""
         order = self._orders[0]
-        return order if order.goes_at and serial >= self._offsets[1] else None
+        if not order.goes_at or serial < self._offsets[1]:
+            return False
+        return any(self._goes_ahead(page, order) for page in pages)
 
     def _go_back(self) -> None:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
