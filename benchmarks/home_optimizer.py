@@ -30,11 +30,11 @@ from odc.train.models import build_model, initializer
 from odc.train.run_dir import machine
 
 MIB = 1 << 20
-SHAPE = {"hidden_size": 512, "num_layers": 6, "num_heads": 8, "mlp_size": 2048}
-TOKENS, VOCAB = 96, 512
+SHAPE = {"hidden_size": 384, "num_layers": 6, "num_heads": 6, "mlp_size": 1536}
+TOKENS, VOCAB = 64, 512
 SHARE = 0.3  # of the device optimizer's state that pages get
 WARM_UP, SETTLE = 2, 3
-SETTINGS = ((1.0, "backward"), (2.0, "backward"), (2.0, "step"))
+SETTINGS = ((2.0, "backward"), (2.0, "step"))
 
 
 @dataclass
