@@ -172,6 +172,8 @@ class Lookahead:
         order, place = self.library.order, self.library.position
         if order is None or place < 0:
             return ahead
+        if self.library.live[-1].goes:  # what was made fresh here has left for its update
+            return ahead
         here, dies = order.frames_to_create(place), order.entries[place].dies
         if not self.created:
             return max(here, ahead) if dies else here + ahead

@@ -36,6 +36,7 @@ _NEVER = 0.02  # what is less likely is not expected
 _WORTH = 0.3  # least chance at which an entry is worth a load on a line that is always busy
 THRESHOLD = 0.35  # least probability at which a page is worth loading ahead
 _KNOWN_CHAINS = 64  # chains of passes whose first uses are kept
+_BEYOND = 64  # entries that are looked at behind one that waits for an update
 _SET_PASSES = 3  # passes for which members of sets are loaded ahead
 _SETS_AHEAD = 4  # sets whose new scores are taken in at once; the others when they come near
 
@@ -466,6 +467,34 @@ class OrderPrefetcher:
         absent = self.table.is_absent
         self._go_back()
         last = self._last_serial()
+        yield from self._wanted_again(last)
+        while self._cursor <= last:
+            pages = self._pages_at(self._cursor)
+            if self._is_updated_before(pages, self._cursor):
+                yield from self._wanted_beyond(last)
+                return
+            for page in pages:
+                if absent[page]:
+                    yield page, self._fresh_ahead()
+            self._cursor += 1
+
+    def _wanted_beyond(self, last: int) -> Iterator[tuple[int, int]]:
+        """The same behind entries whose pages are first updated at home: these keep their room."""
+        order, absent, held = self._orders[0], self.table.is_absent, 0
+        seen: set[int] = set()
+        for serial in range(self._cursor, min(last, self._cursor + _BEYOND) + 1):
+            for page in self._pages_at(serial):
+                if not absent[page] or page in seen:
+                    continue
+                seen.add(page)
+                if self._goes_ahead(page, order):
+                    held += self.table.frames[page]
+                else:
+                    yield page, self._fresh_ahead() + held
+
+    def _wanted_again(self, last: int) -> Iterator[tuple[int, int]]:
+        """The same of sets that the cursor has passed, whose scores have changed."""
+        absent = self.table.is_absent
         while self._again:
             serial = self._again[0]
             if serial >= self._cursor or serial > last:
@@ -476,17 +505,13 @@ class OrderPrefetcher:
                     if absent[page]:
                         yield page, self._fresh_ahead()
             self._again.pop(0)
-        while self._cursor <= last:
-            updates = self._updates_before(self._cursor)
-            for page in self._pages_at(self._cursor):
-                if absent[page] and not (updates and self._goes_ahead(page, updates)):
-                    yield page, self._fresh_ahead()
-            self._cursor += 1
 
-    def _updates_before(self, serial: int) -> RecordedOrder | None:
-        """This pass's order, if an entry of a later pass needs what it updates at home."""
+    def _is_updated_before(self, pages: Sequence[int], serial: int) -> bool:
+        """Whether what an entry of a later pass needs is still to be updated at home in this."""
         order = self._orders[0]
-        return order if order.goes_at and serial >= self._offsets[1] else None
+        if not order.goes_at or serial < self._offsets[1]:
+            return False
+        return any(self._goes_ahead(page, order) for page in pages)
 
     def _go_back(self) -> None:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
