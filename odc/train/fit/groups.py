@@ -1,0 +1,180 @@
+"""The groups of pages that a model has under a choice: what `odc.paged` would make of it.
+
+The page table is the runtime's own (`odc.memory.pages`): frames, compact groups and the smallest
+budget are not estimated but asked for.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from odc.memory.events import Kind
+from odc.memory.frames import FRAME_BYTES
+from odc.memory.pages import GroupSpec, PageTable
+from odc.train.fit.choice import FROZEN_BYTES, Choice
+from odc.train.fit.model import ModelShape, Role, Unit
+
+NUM_MOMENTS = 2
+MASTER_BYTES = 4  # of parameters and moments that are updated
+
+
+@dataclass(frozen=True)
+class PagedGroup:
+    """A group and the unit whose it is.
+
+    Attributes:
+        group: Its id.
+        unit: The unit; of an adapter, the unit that it changes.
+        spec: As the page table has it.
+        numel: Its parameters.
+    """
+
+    group: int
+    unit: Unit
+    spec: GroupSpec
+    numel: int
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it has gradients and an update."""
+        return self.spec.has_gradient
+
+
+@dataclass(frozen=True)
+class Paged:
+    """All groups of a model.
+
+    Attributes:
+        model, choice: What they are made for.
+        table: Sealed page table.
+        groups: In order of their ids.
+        sets: Groups of the experts of each layer.
+    """
+
+    model: ModelShape
+    choice: Choice
+    table: PageTable
+    groups: tuple[PagedGroup, ...]
+    sets: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def of_unit(self) -> dict[str, list[PagedGroup]]:
+        """The groups of each unit by its name, trainable ones first."""
+        found: dict[str, list[PagedGroup]] = {}
+        for group in self.groups:
+            found.setdefault(group.unit.name, []).append(group)
+        return found
+
+    @property
+    def all_bytes(self) -> int:
+        """Frames of all pages: what keeps everything resident."""
+        return int(self.table.num_frames.sum()) * FRAME_BYTES
+
+    @cached_property
+    def least(self) -> tuple[int, PagedGroup]:
+        """(bytes, group) of the smallest budget for pages, and the group that needs it."""
+        frames, owner = self.table.smallest_budget(self._held())
+        return frames * FRAME_BYTES, self.groups[max(owner, 0)]
+
+    @property
+    def trained_numel(self) -> int:
+        """Parameters that are updated."""
+        return sum(g.numel for g in self.groups if g.trainable)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Pages of frozen parameters, as they compute."""
+        return sum(g.spec.num_bytes for g in self.groups if not g.trainable)
+
+    @property
+    def packed_share(self) -> float:
+        """Bytes of a frozen page at home over those on the device."""
+        packed = FROZEN_BYTES[self.choice.frozen_format]
+        return packed / self.choice.item_bytes if packed else 1.0
+
+    def _held(self) -> dict[int, list[int]]:
+        """For each group, those pinned while it runs: of its unit, and of the layer around it."""
+        layers = {g.unit.layer: [] for g in self.groups if g.unit.role == Role.LAYER}
+        for group in self.groups:
+            if group.unit.role == Role.LAYER:
+                layers[group.unit.layer].append(group.group)
+        root = [g.group for g in self.groups if g.unit.role == Role.ROOT]
+        head = [g.group for g in self.groups if g.unit.role == Role.EMBEDDING]
+        held = {}
+        for group in self.groups:
+            around = list(root)
+            if group.unit.role == Role.EXPERT:
+                around += layers[group.unit.layer]
+            if group.unit.role == Role.HEAD and self.model.tied:
+                around += head
+            around += [g.group for g in self.of_unit[group.unit.name]]
+            held[group.group] = [g for g in dict.fromkeys(around) if g != group.group]
+        return held
+
+
+def page(model: ModelShape, choice: Choice) -> Paged:
+    """Makes the groups and their page table."""
+    table = PageTable(max(choice.page_size // FRAME_BYTES, 1) * FRAME_BYTES)
+    groups: list[PagedGroup] = []
+    members: dict[int, list[int]] = {}
+    for unit in model.units:
+        set_index = unit.layer if unit.role == Role.EXPERT else -1
+        for place, (spec, numel) in enumerate(_specs(unit, choice)):
+            made = replace(spec, set_index=set_index if spec.has_gradient else -1)
+            number = table.add_group(made, {})
+            groups.append(PagedGroup(number, unit, made, numel))
+            if set_index >= 0 and place == 0:
+                members.setdefault(set_index, []).append(number)
+    table.seal()
+    numbered = tuple(tuple(members[s]) for s in sorted(members))
+    return Paged(model, choice, table, tuple(groups), numbered)
+
+
+def _specs(unit: Unit, choice: Choice) -> Iterator[tuple[GroupSpec, int]]:
+    """A unit's groups and the parameters in each, the trainable one first."""
+    item, moments = choice.item_bytes, NUM_MOMENTS if choice.where == "device" else 0
+    if choice.where == "device":
+        trained_item = MASTER_BYTES
+    else:
+        trained_item = item
+    layer, expert = unit.layer, unit.expert
+    if choice.rank is None:
+        num_bytes = max(unit.num_bytes(trained_item), 64)
+        yield GroupSpec(unit.name, num_bytes, moments, True, layer, expert), unit.numel
+        return
+    adapter = adapter_numel(unit, choice)
+    if adapter:
+        num_bytes = -(-adapter * MASTER_BYTES // 64) * 64
+        yield GroupSpec(unit.name, num_bytes, NUM_MOMENTS, True, layer, expert), adapter
+    frozen = max(unit.num_bytes(item), 64)
+    yield GroupSpec(f"{unit.name} (frozen)", frozen, 0, False, layer, expert), unit.numel
+
+
+def adapter_numel(unit: Unit, choice: Choice) -> int:
+    """Parameters of a unit's LoRA adapters: rank x (rows + columns) of each target."""
+    if choice.rank is None or unit.role == Role.EMBEDDING:
+        return 0
+    total = 0
+    for name, shape in unit.parameters.items():
+        target = name.removesuffix(".weight").rpartition(".")[2]
+        if target in choice.targets and len(shape) == 2:
+            total += choice.rank * sum(shape)
+    return total * unit.count
+
+
+def page_count(paged: Paged, kind: Kind) -> int:
+    """Pages of a kind."""
+    return sum(p.kind == kind for p in paged.table.pages)
+
+
+def largest_gradient_bytes(paged: Paged) -> int:
+    """Of a single parameter: autograd holds it beside the page until it is copied there."""
+    largest = 0
+    for group in paged.groups:
+        if group.trainable and paged.choice.rank is None:
+            largest = max(largest, group.unit.largest_numel)
+        elif group.trainable:
+            rows = [max(s) for s in group.unit.parameters.values() if len(s) == 2]
+            largest = max(largest, (paged.choice.rank or 0) * max(rows, default=0))
+    return math.ceil(largest * paged.choice.item_bytes)
