@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odc.cli.exits import BAD_INPUT, UsageError
+from odc.cli.machine_options import add_machine, machine_of, told_of
 
 if TYPE_CHECKING:
     from odc.train.config import Config
-    from odc.train.fit.accounts import Target
     from odc.train.fit.answer import Answer
     from odc.train.fit.model import ModelShape
-    from odc.train.fit.rates import Told
 
 _EPILOG = """\
 examples:
@@ -68,23 +67,12 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that tell a machine; `odc train --dry-run` has them too."""
-    add = parser.add_argument
-    add("--device", metavar="SIZE", help="memory of the device; default: this machine's memory")
-    add("--host", metavar="SIZE", help="host memory; default: this machine's")
-    add("--disk", metavar="SIZE", help="free disk space; default: that of memory.home_dir")
-    add("--link", metavar="RATE", help="host memory to device, e.g. 25GB/s; default: measured")
-    add("--disk-rate", metavar="RATE", help="of the disk, e.g. 3GB/s; default: measured")
-    add("--flops", metavar="RATE", help="of matrix products, e.g. 100T; default: measured")
-
-
 def run(args: argparse.Namespace) -> int:
     """Answers and prints; returns the exit code."""
     from odc.train.fit.report import format_answer, settings_yaml
 
     config, model = _model(args)
-    answer = _answer(args, config, model)
+    answer = _answer(args, config, model, search=args.search)
     text = settings_yaml(answer) if answer.fits and not answer.asked else None
     found = answer.as_json() | ({} if text is None else {"config_yaml": text})
     if args.verify is not None:
@@ -100,7 +88,18 @@ def run(args: argparse.Namespace) -> int:
     return 0 if answer.fits else BAD_INPUT
 
 
-def _answer(args: argparse.Namespace, config: "Config | None", model: "ModelShape") -> "Answer":
+def judge_config(args: argparse.Namespace, config: "Config") -> int:
+    """Prints what a configuration needs and how fast it is; returns the exit code."""
+    from odc.train.fit.report import format_answer
+
+    answer = _answer(args, config, model_of_run(config), search=False)
+    print(json.dumps(answer.as_json(), indent=1) if args.json else format_answer(answer))
+    return 0 if answer.fits else BAD_INPUT
+
+
+def _answer(
+    args: argparse.Namespace, config: "Config | None", model: "ModelShape", *, search: bool
+) -> "Answer":
     from odc.train.fit.answer import find_answer, judge
     from odc.train.fit.choice import choice_of
     from odc.train.fit.rates import find_rates
@@ -109,7 +108,7 @@ def _answer(args: argparse.Namespace, config: "Config | None", model: "ModelShap
     threads = 1 if config is None else config.train.num_threads
     told = told_of(args, config)
     rates = find_rates(told, _say, threads)
-    if config is not None and not args.search:
+    if config is not None and not search:
         return judge(model, choice_of(config), target, rates, threads)
     return find_answer(model, _fixed(args, config), target, rates, threads)
 
@@ -170,63 +169,6 @@ def model_of_run(config: "Config") -> "ModelShape":
     if folder is not None:
         return model_of_folder(Path(folder))
     return model_of_config(config.model, config.data.vocab_size)
-
-
-def machine_of(args: argparse.Namespace, config: "Config | None") -> "Target":
-    """The machine that was told; what was not is this one."""
-    from odc.memory.home import default_folder
-    from odc.memory.ledger import resident_bytes
-    from odc.memory.machine import gather
-    from odc.sizes import parse_size
-    from odc.train.fit.accounts import CONTEXT_BYTES, Target, told_machine
-
-    device, host, disk = (
-        None if text is None else parse_size(text) for text in (args.device, args.host, args.disk)
-    )
-    here = gather(default_folder(None if config is None else config.memory.home_dir))
-    assert here.folder is not None, "it was asked for"
-    machine = here
-    if host is not None or disk is not None:
-        has = here.folder.free_bytes if host is None else 0
-        machine = told_machine(host or here.total_bytes, has if disk is None else disk)
-    card = host is not None or args.flops is not None
-    if device is None:
-        limit = None if config is None else config.memory.total_mem
-        device = limit or machine.free_bytes
-    base = resident_bytes()[0]
-    return Target(device, machine, base, CONTEXT_BYTES if card else 0, shared=not card)
-
-
-def told_of(args: argparse.Namespace, config: "Config | None") -> "Told":
-    """The rates that were told."""
-    from odc.sizes import parse_rate
-    from odc.train.fit.rates import Told
-
-    link = None if args.link is None else float(parse_rate(args.link))
-    folder = None
-    if config is not None:
-        folder = config.memory.home_dir
-        link = link or config.memory.link_bandwidth
-    return Told(
-        flops=None if args.flops is None else _flops(args.flops),
-        link=link,
-        disk_rate=None if args.disk_rate is None else float(parse_rate(args.disk_rate)),
-        folder=folder,
-    )
-
-
-def _flops(text: str) -> float:
-    units = {"G": 1e9, "T": 1e12, "P": 1e15}
-    number, unit = text.strip().removesuffix("flops").strip(), 1.0
-    if number and number[-1].upper() in units:
-        number, unit = number[:-1], units[number[-1].upper()]
-    try:
-        found = float(number) * unit
-    except ValueError:
-        found = 0.0
-    if not found > 0:
-        raise UsageError(f"--flops: got {text!r}; allowed: a number above 0 with G, T or P: 150T")
-    return found
 
 
 def _verify(args: argparse.Namespace, answer: "Answer", config: "Config | None") -> dict[str, Any]:

@@ -60,17 +60,17 @@ class Rates:
 
 @dataclass(frozen=True)
 class Told:
-    """What the command line says; `None`: measured. Bytes and operations a second."""
+    """What the command line says; `None`: measured. Bytes and operations a second.
+
+    Attributes:
+        card: Another machine is meant, whose device has memory of its own.
+    """
 
     flops: float | None = None
     link: float | None = None
     disk_rate: float | None = None
     folder: str | None = None
-
-    @property
-    def card(self) -> bool:
-        """Whether another machine is meant: its device is not this machine's memory."""
-        return self.flops is not None
+    card: bool = False
 
 
 def find_rates(told: Told, say: Callable[[str], None], threads: int = 1) -> Rates:
@@ -84,18 +84,16 @@ def find_rates(told: Told, say: Callable[[str], None], threads: int = 1) -> Rate
     Raises:
         ConfigError: A folder cannot be written.
     """
-    sources = {}
+    sources: dict[str, str] = {}
     links = None
     if told.link is None or told.disk_rate is None:
         links, how = _links(told.folder, say)
-        sources |= dict.fromkeys(
-            name for name, given in (("link", told.link), ("disk", told.disk_rate)) if given is None
-        )
-        sources = {name: how for name in sources}
+        given = {"link": told.link, "disk": told.disk_rate}
+        sources = {name: how for name, rate in given.items() if rate is None}
     host = _link(told.link, None if links is None else links.link("host"))
     disk = _link(told.disk_rate, None if links is None else links.link("disk"))
-    for name, given in (("link", told.link), ("disk", told.disk_rate), ("compute", told.flops)):
-        if given is not None:
+    for name, rate in (("link", told.link), ("disk", told.disk_rate), ("compute", told.flops)):
+        if rate is not None:
             sources[name] = "told"
     say("the optimizer")
     measured = update_seconds(threads)
