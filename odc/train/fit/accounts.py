@@ -26,6 +26,7 @@ _MARGIN = 0.02  # of total_mem, which the runtime leaves free (odc/memory/ledger
 _LOSS_ITEM = 4  # the loss is computed in float32
 _INDEX_ITEM = 8
 LIBRARY_BYTES = 18 << 20
+MOST_KEPT_BYTES = 64 << 20
 CONTEXT_BYTES = 512 << 20  # that a driver takes of a card
 
 
@@ -51,8 +52,16 @@ class Rest:
     @property
     def total(self) -> int:
         """The peak: the loss and the last layer's backward are never at their largest together."""
-        worst = max(self.loss, self.transients)
-        return self.activations + self.gradients + worst + self.libraries
+        return self._live + self.libraries + self.allocator
+
+    @property
+    def allocator(self) -> int:
+        """As measured: a fifth of what comes and goes, up to what the C library trims."""
+        return min(self._live // 5, MOST_KEPT_BYTES)
+
+    @property
+    def _live(self) -> int:
+        return self.activations + self.gradients + max(self.loss, self.transients)
 
 
 def saved_elements(model: ModelShape) -> float:

@@ -99,6 +99,7 @@ def device_accounts(accounts: Accounts) -> dict[str, int]:
         "gradients in flight": rest.gradients,
         "transients": rest.transients,
         "libraries": rest.libraries,
+        "allocator": rest.allocator,
         "driver": accounts.context,
     }
     return {name: size for name, size in found.items() if size}

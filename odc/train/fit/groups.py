@@ -95,7 +95,7 @@ class Paged:
 
     def _held(self) -> dict[int, list[int]]:
         """For each group, those pinned while it runs: of its unit, and of the layer around it."""
-        layers = {g.unit.layer: [] for g in self.groups if g.unit.role == Role.LAYER}
+        layers: dict[int, list[int]] = {g.unit.layer: [] for g in self.groups if g.unit.role == Role.LAYER}
         for group in self.groups:
             if group.unit.role == Role.LAYER:
                 layers[group.unit.layer].append(group.group)

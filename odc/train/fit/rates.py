@@ -21,7 +21,7 @@ from odc.train.config_schema import ModelConfig
 from odc.train.fit.choice import Choice
 from odc.train.fit.model import ModelShape, Role, Unit, attention_flops
 from odc.train.fit.work import Times
-from odc.train.links import Links, load_links, measure_links
+from odc.train.links import Links, load_links, measure_links, remember
 
 # Moving the state of one parameter through AdamW: it reads four numbers and writes three.
 _UPDATE_BYTES = 28
@@ -125,7 +125,9 @@ def _links(folder: str | None, say: Callable[[str], None]) -> tuple[Links, str]:
     known = load_links(folder)
     if known is not None:
         return known, f"measured {known.measured} (odc doctor --measure-links)"
-    return measure_links(default_folder(folder), say), "measured now"
+    found = measure_links(default_folder(folder), say)
+    remember(found)
+    return found, "measured now"
 
 
 def update_seconds(threads: int, numel: int = 4 << 20) -> float:

@@ -120,8 +120,10 @@ class Search:
         return predict(made.paged, made.times, self.rates, given, rehearse=rehearse)
 
     def _page(self, choice: Choice) -> Paged:
-        key = (choice.dtype, choice.rank, choice.where, choice.targets, choice.page_size)
-        key += (choice.frozen_format,)
+        key = (
+            *(choice.dtype, choice.rank, choice.where, choice.targets),
+            *(choice.page_size, choice.frozen_format),
+        )
         if key not in self._paged:
             self._paged[key] = page(self.model, choice)
         return replace(self._paged[key], choice=choice)
