@@ -90,14 +90,21 @@ def test_a_config_of_another_model_is_refused(tmp_path):
 # -- pages -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_groups_and_smallest_budget_are_those_of_the_runtime(shape, make_config):
+@pytest.mark.parametrize(
+    ("shape", "more"),
+    [
+        *((shape, {}) for shape in SHAPES),
+        ("moe", {"optimizer.where": "home"}),
+        ("dense", {"optimizer.where": "home", "train.dtype": "bfloat16"}),
+    ],
+)
+def test_groups_and_smallest_budget_are_those_of_the_runtime(shape, more, make_config):
     keys = {
         f"model.{name}": value
         for name, value in SHAPES[shape].shown().items()
         if value != ModelConfig().shown()[name]
     }
-    config = make_config("dense", **{"memory.page_budget": "64MB", **keys})
+    config = make_config("dense", **{"memory.page_budget": "64MB", **keys, **more})
     memory = make_memory(config)
     try:
         make_model(config, 400, memory)
@@ -133,6 +140,8 @@ def visits_of(workload: Workload) -> list[tuple]:
         ("dense", {"optimizer.update": "step"}),
         ("moe", {"train.accumulate": 2, "activations.mode": "checkpoint"}),
         ("moe", {}),
+        ("moe", {"optimizer.where": "home", "train.accumulate": 2}),
+        ("dense", {"optimizer.where": "home", "optimizer.update": "step"}),
     ],
 )
 def test_the_workload_is_what_a_run_records(model, keys, make_config, tmp_path):

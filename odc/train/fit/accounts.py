@@ -257,9 +257,19 @@ def account(paged: Paged, target: Target) -> Accounts:
     )
 
 
+def has_room(paged: Paged, target: Target) -> bool:
+    """Whether the device can hold the least that pages need beside the rest."""
+    room = _page_room(paged.choice, target, rest_of(paged), paged.all_bytes)
+    return room >= min(paged.least[0], paged.all_bytes)
+
+
 def _come_home(choice: Choice) -> bool:
-    """Whether gradients outlive the backward of their group, so that they may have to go home."""
-    return choice.update == "step" or (choice.accumulate > 1 and choice.order == "micro_major")
+    """Whether gradients go home: to be updated there, or because they outlive their backward."""
+    return (
+        choice.where == "home"
+        or choice.update == "step"
+        or (choice.accumulate > 1 and choice.order == "micro_major")
+    )
 
 
 def _page_room(choice: Choice, target: Target, rest: Rest, everything: int) -> int:

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.pages import GroupSpec, PageTable
 from odc.train.fit.choice import FROZEN_BYTES, Choice
-from odc.train.fit.model import ModelShape, Role, Unit
+from odc.train.fit.model import ALIGNMENT, ModelShape, Role, Unit
 
 NUM_MOMENTS = 2
 MASTER_BYTES = 4  # of parameters and moments that are updated
@@ -50,6 +49,7 @@ class Paged:
         table: Sealed page table.
         groups: In order of their ids.
         sets: Groups of the experts of each layer.
+        least: (bytes, group) of the smallest budget for pages, and the group that needs it.
     """
 
     model: ModelShape
@@ -57,6 +57,7 @@ class Paged:
     table: PageTable
     groups: tuple[PagedGroup, ...]
     sets: tuple[tuple[int, ...], ...]
+    least: tuple[int, PagedGroup]
 
     @cached_property
     def of_unit(self) -> dict[str, list[PagedGroup]]:
@@ -70,12 +71,6 @@ class Paged:
     def all_bytes(self) -> int:
         """Frames of all pages: what keeps everything resident."""
         return int(self.table.num_frames.sum()) * FRAME_BYTES
-
-    @cached_property
-    def least(self) -> tuple[int, PagedGroup]:
-        """(bytes, group) of the smallest budget for pages, and the group that needs it."""
-        frames, owner = self.table.smallest_budget(self._held())
-        return frames * FRAME_BYTES, self.groups[max(owner, 0)]
 
     @property
     def trained_numel(self) -> int:
@@ -93,24 +88,27 @@ class Paged:
         packed = FROZEN_BYTES[self.choice.frozen_format]
         return packed / self.choice.item_bytes if packed else 1.0
 
-    def _held(self) -> dict[int, list[int]]:
-        """For each group, those pinned while it runs: of its unit, and of the layer around it."""
-        layers: dict[int, list[int]] = {g.unit.layer: [] for g in self.groups if g.unit.role == Role.LAYER}
-        for group in self.groups:
-            if group.unit.role == Role.LAYER:
-                layers[group.unit.layer].append(group.group)
-        root = [g.group for g in self.groups if g.unit.role == Role.ROOT]
-        head = [g.group for g in self.groups if g.unit.role == Role.EMBEDDING]
-        held = {}
-        for group in self.groups:
-            around = list(root)
-            if group.unit.role == Role.EXPERT:
-                around += layers[group.unit.layer]
-            if group.unit.role == Role.HEAD and self.model.tied:
-                around += head
-            around += [g.group for g in self.of_unit[group.unit.name]]
-            held[group.group] = [g for g in dict.fromkeys(around) if g != group.group]
-        return held
+
+def _held(model: ModelShape, groups: list[PagedGroup]) -> dict[int, list[int]]:
+    """For each group, those pinned while it runs: of its unit, and of the layer around it."""
+    by_unit: dict[str, list[int]] = {}
+    by_layer: dict[int, list[int]] = {}
+    for group in groups:
+        by_unit.setdefault(group.unit.name, []).append(group.group)
+        if group.unit.role == Role.LAYER:
+            by_layer.setdefault(group.unit.layer, []).append(group.group)
+    root = [g.group for g in groups if g.unit.role == Role.ROOT]
+    embedding = [g.group for g in groups if g.unit.role == Role.EMBEDDING]
+    held = {}
+    for group in groups:
+        around = list(root)
+        if group.unit.role == Role.EXPERT:
+            around += by_layer[group.unit.layer]
+        if group.unit.role == Role.HEAD and model.tied:
+            around += embedding
+        around += by_unit[group.unit.name]
+        held[group.group] = [g for g in dict.fromkeys(around) if g != group.group]
+    return held
 
 
 def page(model: ModelShape, choice: Choice) -> Paged:
@@ -128,27 +126,41 @@ def page(model: ModelShape, choice: Choice) -> Paged:
                 members.setdefault(set_index, []).append(number)
     table.seal()
     numbered = tuple(tuple(members[s]) for s in sorted(members))
-    return Paged(model, choice, table, tuple(groups), numbered)
+    frames, owner = table.smallest_budget(_held(model, groups))
+    least = frames * FRAME_BYTES, groups[max(owner, 0)]
+    return Paged(model, choice, table, tuple(groups), numbered, least)
 
 
 def _specs(unit: Unit, choice: Choice) -> Iterator[tuple[GroupSpec, int]]:
     """A unit's groups and the parameters in each, the trainable one first."""
-    item, moments = choice.item_bytes, NUM_MOMENTS if choice.where == "device" else 0
-    if choice.where == "device":
-        trained_item = MASTER_BYTES
-    else:
-        trained_item = item
-    layer, expert = unit.layer, unit.expert
     if choice.rank is None:
-        num_bytes = max(unit.num_bytes(trained_item), 64)
-        yield GroupSpec(unit.name, num_bytes, moments, True, layer, expert), unit.numel
+        yield _trained(unit, unit.num_bytes(choice.item_bytes), choice), unit.numel
         return
     adapter = adapter_numel(unit, choice)
     if adapter:
-        num_bytes = -(-adapter * MASTER_BYTES // 64) * 64
-        yield GroupSpec(unit.name, num_bytes, NUM_MOMENTS, True, layer, expert), adapter
-    frozen = max(unit.num_bytes(item), 64)
-    yield GroupSpec(f"{unit.name} (frozen)", frozen, 0, False, layer, expert), unit.numel
+        num_bytes = -(-adapter * choice.item_bytes // ALIGNMENT) * ALIGNMENT
+        yield _trained(unit, num_bytes, choice), adapter
+    num_bytes = max(unit.num_bytes(choice.item_bytes), ALIGNMENT)
+    yield (
+        GroupSpec(f"{unit.name} (frozen)", num_bytes, 0, False, unit.layer, unit.expert),
+        unit.numel,
+    )
+
+
+def _trained(unit: Unit, num_bytes: int, choice: Choice) -> GroupSpec:
+    """A group with gradient and moments; at home masters stand beside moments of a low dtype."""
+    at_home = choice.where == "home"
+    masters = at_home and choice.item_bytes < MASTER_BYTES
+    return GroupSpec(
+        unit.name,
+        max(num_bytes, ALIGNMENT),
+        NUM_MOMENTS + masters,
+        True,
+        unit.layer,
+        unit.expert,
+        at_home=at_home,
+        moment_scale=MASTER_BYTES // choice.item_bytes if masters else 1,
+    )
 
 
 def adapter_numel(unit: Unit, choice: Choice) -> int:
@@ -161,11 +173,6 @@ def adapter_numel(unit: Unit, choice: Choice) -> int:
         if target in choice.targets and len(shape) == 2:
             total += choice.rank * sum(shape)
     return total * unit.count
-
-
-def page_count(paged: Paged, kind: Kind) -> int:
-    """Pages of a kind."""
-    return sum(p.kind == kind for p in paged.table.pages)
 
 
 def largest_gradient_bytes(paged: Paged) -> int:

@@ -4,6 +4,7 @@ The bound is `max(compute, what must cross each link)` over the settled steps: t
 `odc.memory.replay.bounds` with anything on the device at their beginning. No schedule is faster.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -84,7 +85,8 @@ def predict(
     """Simulates settled steps of a choice.
 
     Of many micro-batches those in the middle are alike: four are simulated, the others take what
-    those in their middle do.
+    those in their middle do. Where computing is slower beside a copy, it is so for the share of the
+    step in which something moves; the bound knows nothing of that.
 
     Args:
         paged: Groups and choice.
@@ -99,6 +101,21 @@ def predict(
     """
     if not accounts.fits:
         raise BudgetError("\n".join(accounts.problems))
+    made = _simulated(paged, times, rates, accounts, rehearse)
+    if rates.crowding <= 1.0:
+        return made
+    link = link_of(paged, rates, accounts)
+    out = link.bandwidth_out or link.bandwidth_in
+    copying = made.bytes_in / link.bandwidth_in + made.bytes_out / out
+    crowded = 1.0 + (rates.crowding - 1.0) * min(copying / made.step_s, 1.0)
+    found = _simulated(paged, times.scaled(crowded), rates, accounts, rehearse)
+    return replace(found, bound_s=made.bound_s, limit=made.limit)
+
+
+def _simulated(
+    paged: Paged, times: Times, rates: Rates, accounts: Accounts, rehearse: bool
+) -> Prediction:
+    """One run of the simulator."""
     choice = paged.choice
     alike = _alike(choice)
     shorter = replace(paged, choice=replace(choice, accumulate=choice.accumulate - alike))
@@ -177,20 +194,37 @@ def link_of(paged: Paged, rates: Rates, accounts: Accounts) -> Link:
     """The link of a choice: its home's tiers, faster where frozen pages are packed."""
     choice = paged.choice
     share = _moved_share(paged)
+    update = _update_rate(paged, rates, accounts)
     if choice.home != "host+disk":
-        return _faster(rates.link(choice.home), share)
+        return replace(_faster(rates.link(choice.home), share), update_rate=update)
     on_host = accounts.on_host | np.array(
         [p.kind == Kind.GRADIENT for p in paged.table.pages], bool
     )
-    if on_host.all():
-        return _faster(rates.host, share)
     host, disk = (_faster(rates.link(home), share) for home in ("host", "disk"))
+    host = replace(host, update_rate=update)
+    if on_host.all():
+        return host
     speeds = {
         tier: TierSpeed(link.bandwidth_in, link.bandwidth_out or link.bandwidth_in, link.latency_ns)
         for tier, link in ((Tier.HOST, host), (Tier.DISK, disk))
     }
     cost = np.where(on_host, 1.0, DISK_COST)
     return replace(host, tiers=Tiers(on_host, speeds, cost))
+
+
+def _update_rate(paged: Paged, rates: Rates, accounts: Accounts) -> float:
+    """Bytes/s of parameters updated at home: the kernel, and the disk's share of what it reads."""
+    if paged.choice.where != "home":
+        return math.inf
+    item = paged.choice.item_bytes
+    seconds = rates.home_update_s / item
+    trained = [p for p in paged.table.pages if paged.table.groups[p.group].has_gradient]
+    parameters = sum(p.num_bytes for p in trained if p.kind == Kind.PARAMETER)
+    stay = [p for p in trained if p.kind != Kind.GRADIENT and not accounts.on_host[p.page]]
+    on_disk = sum(p.num_bytes for p in stay)
+    out = rates.disk.bandwidth_out or rates.disk.bandwidth_in
+    seconds += on_disk / max(parameters, 1) * (1 / rates.disk.bandwidth_in + 1 / out)
+    return 1.0 / seconds
 
 
 def _moved_share(paged: Paged) -> float:

@@ -5,16 +5,22 @@ alone tells what a CPU loses outside of matrix products). Other models are timed
 point operations over a rate: the one that was told, or that of a few products of their sizes.
 """
 
+import ctypes
 import statistics
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from odc.fsdp.adamw import measure_update_rate
 from odc.memory.home import default_folder
 from odc.memory.replay import Link
 from odc.train.config_schema import ModelConfig
@@ -30,6 +36,8 @@ _CARD_HOOK_NS = 60_000.0
 _MOST_BYTES = 384 << 20  # of layers that are built to be measured
 _COLD_BYTES = 64 << 20  # of layers that are measured in turn, so that caches do not hold them
 _REPEATS = 5
+_HOOK_WIDTH, _HOOK_LAYERS = 160, 12
+_COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Rates:
         home_update_s: The same at home.
         host, disk: Links to the two tiers.
         hook_ns: Of the runtime at an access.
+        crowding: What a computation takes beside a busy copy, over what it takes alone.
         sources: Where each figure comes from, for people.
     """
 
@@ -51,6 +60,7 @@ class Rates:
     host: Link
     disk: Link
     hook_ns: float = _CARD_HOOK_NS
+    crowding: float = 1.0
     sources: dict[str, str] = field(default_factory=dict)
 
     def link(self, home: str) -> Link:
@@ -104,9 +114,15 @@ def find_rates(told: Told, say: Callable[[str], None], threads: int = 1) -> Rate
         if told.card
         else "measured now"
     )
+    hook, crowding = _CARD_HOOK_NS, 1.0
+    if not told.card:
+        say("the runtime's own time, and computing beside a copy")
+        hook, crowding = hook_ns(threads), crowding_of(threads)
     return Rates(
         flops=told.flops,
         update_s=update,
+        hook_ns=hook,
+        crowding=crowding,
         home_update_s=measured,
         host=host,
         disk=disk,
@@ -130,32 +146,87 @@ def _links(folder: str | None, say: Callable[[str], None]) -> tuple[Links, str]:
     return found, "measured now"
 
 
-def update_seconds(threads: int, numel: int = 4 << 20) -> float:
+def update_seconds(threads: int) -> float:
     """Seconds of a fused AdamW for each parameter, state larger than caches."""
     with _threads(threads):
-        tensors = [torch.full((numel,), 1e-3) for _ in range(4)]
-        step = torch.ones(())
+        return 4.0 / measure_update_rate()
 
-        def update() -> None:
-            torch._fused_adamw_(
-                [tensors[0]],
-                [tensors[1]],
-                [tensors[2]],
-                [tensors[3]],
-                [],
-                [step],
-                amsgrad=False,
-                lr=1e-4,
-                beta1=0.9,
-                beta2=0.95,
-                weight_decay=0.1,
-                eps=1e-8,
-                maximize=False,
-                grad_scale=None,
-                found_inf=None,
-            )
 
-        return _seconds(update) / numel
+def hook_ns(threads: int) -> float:
+    """What an access costs beside its transfer: a small model paged and plain, hooks included."""
+    from odc.fsdp.paged import paged
+
+    def steps(model: Any, optimizer: Any, count: int) -> float:
+        x = torch.ones(4, _HOOK_WIDTH)
+        start = time.perf_counter_ns()
+        for _ in range(count):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (time.perf_counter_ns() - start) / count
+
+    with _threads(threads), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = _Stack()
+        adamw = torch.optim.AdamW(plain.parameters(), fused=True)
+        steps(plain, adamw, 3)
+        alone = statistics.median(steps(plain, adamw, 1) for _ in range(9))
+        made: Any
+        made, optimizer = paged(
+            _Stack(), torch.optim.AdamW, page_budget=2 * _HOOK_LAYERS << 20, update="backward"
+        )
+        steps(made, optimizer, 10)
+        took, accesses = [], 0
+        for _ in range(15):
+            made.memory.take()
+            whole = steps(made, optimizer, 1)
+            counters = made.memory.take()
+            took.append(whole - counters.stall_ns)
+            accesses = counters.accesses
+        made.close()
+    return max(statistics.median(took) - alone, 0.0) / max(accesses, 1)
+
+
+class _Stack(nn.Module):
+    """Layers so small that they compute next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(_HOOK_WIDTH, _HOOK_WIDTH) for _ in range(_HOOK_LAYERS))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (N, D) to (N, D)."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def crowding_of(threads: int) -> float:
+    """A matrix product beside a thread that copies memory, over the same alone; at least 1."""
+    source = np.ones(_COPY_BYTES, np.uint8)
+    target = np.empty_like(source)
+    stop = threading.Event()
+
+    def copy() -> None:
+        while not stop.is_set():
+            ctypes.memmove(target.ctypes.data, source.ctypes.data, _COPY_BYTES)
+
+    with _threads(threads):
+        x, weight = torch.ones(256, 1024), torch.ones(4096, 1024)
+        products = 24
+
+        def run() -> None:
+            for _ in range(products):
+                F.linear(x, weight)
+
+        alone = _seconds(run)
+        thread = threading.Thread(target=copy, daemon=True)
+        thread.start()
+        beside = _seconds(run)
+        stop.set()
+        thread.join()
+    return max(beside / alone, 1.0)
 
 
 def measured_flops(model: ModelShape, choice: Choice, threads: int) -> float:
@@ -184,8 +255,7 @@ def times_of(model: ModelShape, choice: Choice, rates: Rates, threads: int = 1) 
     else:
         flops = rates.flops or measured_flops(model, choice, threads)
         made = times_from_flops(model, choice, flops)
-    update = rates.home_update_s if choice.where == "home" else rates.update_s
-    return replace(made, update=update * 1e9, hook=rates.hook_ns)
+    return replace(made, update=rates.update_s * 1e9, hook=rates.hook_ns)
 
 
 def times_from_flops(model: ModelShape, choice: Choice, flops: float) -> Times:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from odc.memory.events import Kind
-from odc.train.fit.accounts import Accounts, Target, account
+from odc.train.fit.accounts import Accounts, Target, account, has_room
 from odc.train.fit.choice import Choice, accepts
 from odc.train.fit.groups import Paged, page
 from odc.train.fit.model import ModelShape, Role
-from odc.train.fit.predict import Prediction, predict
+from odc.train.fit.predict import Prediction, link_of, predict
 from odc.train.fit.rates import Rates, times_of
 from odc.train.fit.work import Times
 
@@ -65,8 +65,10 @@ class Candidate:
 
     @cached_property
     def rough_s(self) -> float:
-        """Seconds of a step by bytes over rates, against compute."""
-        return max(_compute_s(self), *_transfer_s(self))
+        """Seconds of a step by bytes over rates, against compute and updates at home."""
+        link = link_of(self.paged, self.rates, self.accounts)
+        trained = self.paged.trained_numel * self.choice.item_bytes
+        return max(_compute_s(self), trained / link.update_rate, *_transfer_s(self))
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -137,8 +139,9 @@ class Search:
     def resident(self) -> Candidate | None:
         """Everything on the device, where that fits at one sequence."""
         micro = self.fixed.micro_batch or 1
+        dtype = "float32" if self.fixed.rank is None else self.fixed.dtype
         for mode in self._modes():
-            choice = replace(self._base(micro), mode=mode, home="host", total_mem=None)
+            choice = replace(self._base(micro), mode=mode, total_mem=None, dtype=dtype)
             if self.fixed.total_mem is not None:
                 continue
             made = self.candidate(choice)
@@ -247,6 +250,8 @@ class Search:
     def _homed(self, choice: Choice) -> Iterator[Candidate]:
         """With the first home that has room: host, host and disk, disk."""
         made = None
+        if not has_room(self._page(choice), self.target):
+            return
         for home in ("host", "host+disk", "disk"):
             made = self.candidate(replace(choice, home=home))
             if made.accounts.fits:
@@ -270,7 +275,8 @@ def _compute_s(candidate: Candidate) -> float:
     for role, count in counts.items():
         again = recomputes and role in (Role.LAYER, Role.EXPERT)
         total += count * (times.forward[role] * (2 if again else 1) + times.backward[role])
-    return (total * choice.accumulate + times.update * candidate.paged.trained_numel) / 1e9
+    update = times.update * candidate.paged.trained_numel if choice.where == "device" else 0.0
+    return (total * choice.accumulate + update) / 1e9
 
 
 def _transfer_s(candidate: Candidate) -> tuple[float, float]:

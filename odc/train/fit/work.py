@@ -195,9 +195,13 @@ class _Steps:
 
     def _update_only(self, unit: Unit) -> None:
         for group in self._groups(unit):
-            if group.trainable:
-                rows: list[Row] = [(_P, Op.WRITE, 0), (_M, Op.WRITE, 0)]
-                self._add(Phase.BACKWARD, [Bundle(group.group, rows, self._update_ns(group))])
+            if not group.trainable:
+                continue
+            rows: list[Row] = [(_P, Op.WRITE, 0), (_M, Op.WRITE, 0)]
+            after = self._update_ns(group)
+            if group.spec.at_home:
+                rows, after = [(_G, Op.UPDATE, 0)], 0
+            self._add(Phase.BACKWARD, [Bundle(group.group, rows, after)])
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -211,6 +215,8 @@ class _Steps:
         rows: list[Row] = [(_G, op, until)]
         if not updates:
             return rows, left
+        if group.spec.at_home:
+            return [*rows, (_G, Op.UPDATE, left)], 0
         rows += [(_P, Op.WRITE, left), (_M, Op.WRITE, 0)]
         if not group.spec.compact:
             rows.append((_G, Op.DROP, self._update_ns(group)))
@@ -218,6 +224,8 @@ class _Steps:
         return rows, self._update_ns(group)
 
     def _optimizer(self, group: PagedGroup) -> tuple[list[Row], int]:
+        if group.spec.at_home:
+            return [(_G, Op.UPDATE, 0)], 0
         rows: list[Row] = [(_G, Op.READ, 0), (_P, Op.WRITE, 0), (_M, Op.WRITE, 0)]
         if group.spec.compact:
             return rows, self._update_ns(group)
