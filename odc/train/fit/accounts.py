@@ -119,15 +119,16 @@ def rest_of(paged: Paged) -> Rest:
     passes = choice.accumulate if choice.order == "layer_major" else 1
     layer, entry = layer_bytes(model, choice), input_bytes(model, choice)
     transients = _transient_bytes(model, choice)
-    if choice.mode == "keep":
-        activations = model.num_layers * layer
-    else:
-        # Offloaded inputs leave but for those on their way: two layers' worth.
-        kept = model.num_layers if choice.mode == "checkpoint" else 2
-        activations = kept * entry
+    if choice.mode == "offload":
+        # What two layers saved: of the one that computes, and of the one on its way.
+        activations = min(2, model.num_layers) * layer
+    elif choice.mode == "checkpoint" or choice.order == "layer_major":
+        activations = model.num_layers * entry * passes
         transients += layer
+    else:
+        activations = model.num_layers * layer
     return Rest(
-        activations=activations * passes if choice.mode != "offload" else activations,
+        activations=activations,
         loss=_loss_bytes(model, choice),
         gradients=largest_gradient_bytes(paged),
         transients=transients,
@@ -135,12 +136,10 @@ def rest_of(paged: Paged) -> Rest:
 
 
 def offloaded_bytes(paged: Paged) -> int:
-    """Layer inputs that live in host memory between forward and backward."""
-    model, choice = paged.model, paged.choice
-    if choice.mode != "offload":
+    """What layers saved that lives in host memory between forward and backward."""
+    if paged.choice.mode != "offload":
         return 0
-    passes = choice.accumulate if choice.order == "layer_major" else 1
-    return model.num_layers * input_bytes(model, choice) * passes
+    return paged.model.num_layers * layer_bytes(paged.model, paged.choice)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ class Choice:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def recomputes(self) -> bool:
+        """Whether layers run again in backward."""
+        return self.mode == "checkpoint" or self.order == "layer_major"
+
+    @property
     def unlimited(self) -> bool:
         """Whether everything stays resident."""
         return self.total_mem is None and self.page_budget is None

@@ -41,6 +41,8 @@ def model_of_hf(
         ConfigError: A file cannot be read, a key is missing, or the two disagree.
     """
     facts = _Facts.read(config_json)
+    if folder is None and config_json.name == "config.json":
+        folder = config_json.parent
     kind = facts.kind
     if shapes is None and kind not in _KNOWN:
         raise ConfigError(

@@ -25,7 +25,7 @@ from odc.memory.replay import (
     window_bound,
 )
 from odc.memory.replay.simulate import Tiers
-from odc.train.fit.accounts import Accounts
+from odc.train.fit.accounts import Accounts, offloaded_bytes
 from odc.train.fit.choice import Choice
 from odc.train.fit.groups import Paged
 from odc.train.fit.rates import Rates
@@ -101,37 +101,40 @@ def predict(
     """
     if not accounts.fits:
         raise BudgetError("\n".join(accounts.problems))
-    made = _simulated(paged, times, rates, accounts, rehearse)
-    if rates.crowding <= 1.0:
-        return made
     link = link_of(paged, rates, accounts)
+    made = _simulated(paged, times, rates, link, accounts.pages, rehearse)
+    moved = offloaded_bytes(paged) * paged.choice.accumulate
+    if rates.crowding <= 1.0 and not moved:
+        return made
     out = link.bandwidth_out or link.bandwidth_in
-    copying = made.bytes_in / link.bandwidth_in + made.bytes_out / out
+    copying = (made.bytes_in + moved) / link.bandwidth_in + (made.bytes_out + moved) / out
     crowded = 1.0 + (rates.crowding - 1.0) * min(copying / made.step_s, 1.0)
-    found = _simulated(paged, times.scaled(crowded), rates, accounts, rehearse)
-    return replace(found, bound_s=made.bound_s, limit=made.limit)
+    most = max(made.bytes_in, made.bytes_out, 1)
+    shared = _faster(link, (most + moved) / most)  # activations take their part of the link
+    found = _simulated(paged, times.scaled(crowded), rates, shared, accounts.pages, rehearse)
+    bound = max(made.bound_s, moved / link.bandwidth_in, moved / out)
+    return replace(found, bound_s=min(bound, found.step_s), limit=made.limit)
 
 
 def _simulated(
-    paged: Paged, times: Times, rates: Rates, accounts: Accounts, rehearse: bool
+    paged: Paged, times: Times, rates: Rates, link: Link, pages: int, rehearse: bool
 ) -> Prediction:
     """One run of the simulator."""
     choice = paged.choice
     alike = _alike(choice)
     shorter = replace(paged, choice=replace(choice, accumulate=choice.accumulate - alike))
     workload = make_workload(shorter, times, WARM_UP + MEASURED)
-    link = link_of(paged, rates, accounts)
     eviction, prefetch = make_policy(POLICY, workload)
     result = simulate(
         workload,
-        budget_bytes=accounts.pages,
+        budget_bytes=pages,
         link=link,
         eviction=eviction,
         prefetch=prefetch,
         tuning=Tuning(rehearse="now" if rehearse else ""),
     ).after(WARM_UP)
     sums = _Sums.of(result.passes, alike)
-    bound, limit = _step_bound(workload.part(WARM_UP), accounts.pages, link, alike)
+    bound, limit = _step_bound(workload.part(WARM_UP), pages, link, alike)
     return Prediction(
         step_s=sums.elapsed_s,
         compute_s=sums.compute_s,
@@ -237,11 +240,20 @@ def _moved_share(paged: Paged) -> float:
 
 
 def _faster(link: Link, share: float) -> Link:
+    """The link where `share` bytes cross for one of a page."""
     out = link.bandwidth_out
+    tiers = link.tiers
+    if tiers is not None:
+        speeds = {
+            tier: TierSpeed(s.bandwidth_in / share, s.bandwidth_out / share, s.latency_ns)
+            for tier, s in tiers.speeds.items()
+        }
+        tiers = replace(tiers, speeds=speeds)
     return replace(
         link,
         bandwidth_in=link.bandwidth_in / share,
         bandwidth_out=None if out is None else out / share,
+        tiers=tiers,
     )
 
 

@@ -270,10 +270,9 @@ def _compute_s(candidate: Candidate) -> float:
     counts = {role: float(len(model.of(role))) for role in Role}
     counts[Role.EXPERT] = model.num_layers * model.used_experts(choice.tokens)
     counts[Role.HEAD] = 1.0
-    recomputes = choice.mode != "keep" or choice.order == "layer_major"
     total = 0.0
     for role, count in counts.items():
-        again = recomputes and role in (Role.LAYER, Role.EXPERT)
+        again = choice.recomputes and role in (Role.LAYER, Role.EXPERT)
         total += count * (times.forward[role] * (2 if again else 1) + times.backward[role])
     update = times.update * candidate.paged.trained_numel if choice.where == "device" else 0.0
     return (total * choice.accumulate + update) / 1e9

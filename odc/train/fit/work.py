@@ -128,13 +128,14 @@ class _Steps:
 
     def _layer_backward(self, layer: Unit, updates: bool) -> None:
         times = self.times
-        again = times.forward[Role.LAYER] if self.choice.mode == "checkpoint" else 0.0
+        recomputes = self.choice.recomputes
+        again = times.forward[Role.LAYER] if recomputes else 0.0
         backward = times.backward[Role.LAYER]
         if not self._experts:
             self._trained(layer, again + backward, updates)
             return
         self._read(layer, Phase.BACKWARD, again)
-        if self.choice.mode == "checkpoint":
+        if recomputes:
             self._set(layer.layer, Phase.RECOMPUTE, times.forward[Role.EXPERT])
         self._set(layer.layer, Phase.BACKWARD, times.backward[Role.EXPERT], updates)
         for group in self._groups(layer):
