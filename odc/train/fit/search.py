@@ -288,13 +288,20 @@ def _transfer_s(candidate: Candidate) -> tuple[float, float]:
         on_disk += 0 if accounts.on_host[one.page] else one.num_frames * (2 << 20)
     parameters, moments = sizes[Kind.PARAMETER], sizes[Kind.MOMENT]
     stays = max(accounts.pages - accounts.least_pages, 0)
-    passes = 2 * (choice.accumulate if choice.order == "micro_major" else 1)
-    missing = max(parameters - stays, 0)
+    turns = choice.accumulate if choice.order == "micro_major" else 1
+    # Gradients that outlive their pass share the frames with parameters.
+    gradients = sizes[Kind.GRADIENT] if turns > 1 else 0
+    gone = max(1.0 - stays / max(parameters + gradients, 1), 0.0)
     share = paged.packed_share if paged.frozen_bytes else 1.0
-    inside = passes * missing * share + max(moments - max(stays - parameters, 0), 0)
-    out = 0.0 if choice.rank is not None else float(max(parameters + moments - stays, 0))
+    inside = 2 * turns * parameters * gone * share + (turns - 1) * gradients * gone
+    out = (turns - 1) * gradients * gone
     if choice.where == "home":
-        inside, out = passes * missing + min(parameters, stays), float(sizes[Kind.GRADIENT])
+        inside += parameters * (1.0 - gone)
+        out += sizes[Kind.GRADIENT]
+    else:
+        left = max(stays - parameters - gradients, 0)
+        inside += max(moments - left, 0)
+        out += 0.0 if choice.rank is not None else float(max(parameters + moments - stays, 0))
     disk = on_disk / max(parameters + moments, 1)
     rates = candidate.rates
     pace_in = (1 - disk) / rates.host.bandwidth_in, disk / rates.disk.bandwidth_in

@@ -74,21 +74,24 @@ class _Steps:
         self.paged, self.times, self.choice = paged, times, paged.choice
         self.visits: list[RecordedVisit] = []
         self._rng = np.random.default_rng(seed)
-        self._chosen: dict[int, list[Unit]] = {}
+        self._chosen: dict[int, list[list[Unit]]] = {}
         self._experts: dict[int, list[Unit]] = {}
         for unit in paged.model.of(Role.EXPERT):
             self._experts.setdefault(unit.layer, []).append(unit)
         self._layers = paged.model.of(Role.LAYER)
-        self._step = self._micro = 0
+        self._step = self._micro = self._turn = 0
+        # Micro-batches that pass a layer while its pages are there.
+        self._together = self.choice.accumulate if self.choice.order == "layer_major" else 1
         self._begins = False
 
     def step(self, step: int) -> None:
         """Add one optimizer step."""
         choice = self.choice
-        for micro in range(choice.accumulate):
-            self._step, self._micro, self._begins = step, micro, True
+        passes = choice.accumulate // self._together
+        for micro in range(passes):
+            self._step, self._micro, self._turn, self._begins = step, micro, micro, True
             self._forward()
-            self._backward(updates=choice.update == "backward" and micro == choice.accumulate - 1)
+            self._backward(updates=choice.update == "backward" and micro == passes - 1)
         if choice.update == "step":
             for group in self.paged.groups:
                 if group.trainable:
@@ -104,8 +107,10 @@ class _Steps:
         for layer in self._layers:
             self._read(layer, Phase.FORWARD, self.times.forward[Role.LAYER])
             if self._experts:
-                self._chosen[layer.layer] = self._draw(layer.layer)
-                self._set(layer.layer, Phase.FORWARD, self.times.forward[Role.EXPERT])
+                draws = [self._draw(layer.layer) for _ in range(self._together)]
+                self._chosen[layer.layer] = draws
+                for drawn in draws:
+                    self._set(drawn, Phase.FORWARD, self.times.forward[Role.EXPERT])
         self._read(self._head(), Phase.FORWARD, self.times.forward[Role.HEAD])
 
     def _backward(self, updates: bool) -> None:
@@ -135,9 +140,13 @@ class _Steps:
             self._trained(layer, again + backward, updates)
             return
         self._read(layer, Phase.BACKWARD, again)
-        if recomputes:
-            self._set(layer.layer, Phase.RECOMPUTE, times.forward[Role.EXPERT])
-        self._set(layer.layer, Phase.BACKWARD, times.backward[Role.EXPERT], updates)
+        for turn, drawn in enumerate(self._chosen[layer.layer]):
+            self._turn = max(self._micro, turn)
+            if recomputes:
+                self._set(drawn, Phase.RECOMPUTE, times.forward[Role.EXPERT])
+            last = updates and turn == self._together - 1
+            self._set(drawn, Phase.BACKWARD, times.backward[Role.EXPERT], last)
+        self._turn = self._micro
         for group in self._groups(layer):
             if group.trainable:
                 rows, after = self._gradient(group, backward, updates)
@@ -155,7 +164,7 @@ class _Steps:
         """Its groups are pinned one after the other, and it computes behind the last."""
         groups = self._groups(unit)
         for group in groups:
-            after = compute_ns if group is groups[-1] else 0.0
+            after = compute_ns * self._together if group is groups[-1] else 0.0
             self._add(phase, [Bundle(group.group, [(_P, Op.READ, 0)], self._ns(after))])
 
     def _trained(self, unit: Unit, compute_ns: float, updates: bool) -> None:
@@ -174,10 +183,11 @@ class _Steps:
             rows, after = self._gradient(group, 0.0, updates)
             self._add(Phase.BACKWARD, [Bundle(group.group, rows, after)])
 
-    def _set(self, layer: int, phase: Phase, compute_ns: float, updates: bool = False) -> None:
+    def _set(
+        self, units: list[Unit], phase: Phase, compute_ns: float, updates: bool = False
+    ) -> None:
         """The chosen experts of a layer; in backward the last comes first."""
         bundles = []
-        units = self._chosen[layer]
         for unit in reversed(units) if phase == Phase.BACKWARD else units:
             group = self._groups(unit)[0]
             if phase == Phase.BACKWARD and group.trainable:
@@ -210,7 +220,8 @@ class _Steps:
         self, group: PagedGroup, compute_ns: float, updates: bool
     ) -> tuple[list[Row], int]:
         """The gradient comes, and with `updates` goes at once; behind it, what is left to do."""
-        op = Op.CREATE if self._micro == 0 else Op.WRITE
+        op = Op.CREATE if self._turn == 0 else Op.WRITE
+        compute_ns *= 1 if group.unit.role == Role.EXPERT else self._together
         until = self._ns(_TO_GRADIENT * compute_ns)
         left = self._ns((1 - _TO_GRADIENT) * compute_ns + self.times.copy * group.numel)
         rows: list[Row] = [(_G, op, until)]
