@@ -181,14 +181,15 @@ def _verify(args: argparse.Namespace, answer: "Answer", config: "Config | None")
         raise UsageError("--verify: runs on this machine; leave --host and --flops out")
     words = [word for word in args.words if "=" in word]
     names = [word for word in args.words if "=" not in word]
+    count = args.verify, answer.prediction.step_s
     if answer.asked:
         from odc.cli.train import config_path
 
-        return verified(answer, run_steps(str(config_path(names[0])), words, args.verify))
+        return verified(answer, run_steps(str(config_path(names[0])), words, *count))
     with tempfile.TemporaryDirectory(prefix="odc-fit-") as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(settings_yaml(answer), encoding="utf-8")
-        return verified(answer, run_steps(str(path), (), args.verify))
+        return verified(answer, run_steps(str(path), (), *count))
 
 
 def _say(text: str) -> None:

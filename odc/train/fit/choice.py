@@ -16,8 +16,8 @@ from odc.train.config import Config
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Bytes of a frozen element at home, scales of a block included.
-FROZEN_BYTES = {"native": 0.0, "int8": 1.0 + 4 / 64, "int4": 0.5 + 4 / 64}
+# Bytes of a frozen element at home, those of its block's magnitude included.
+FROZEN_BYTES = {"native": 0.0, "int8": 1.0 + 2 / 64, "int4": 0.5 + 2 / 64}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.pages import GroupSpec, PageTable
+from odc.memory.pages import GroupSpec, PageTable, StoredBytes
 from odc.train.fit.choice import FROZEN_BYTES, Choice
 from odc.train.fit.model import ALIGNMENT, ModelShape, Role, Unit
 
@@ -77,16 +77,13 @@ class Paged:
         """Parameters that are updated."""
         return sum(g.numel for g in self.groups if g.trainable)
 
-    @property
-    def frozen_bytes(self) -> int:
-        """Pages of frozen parameters, as they compute."""
-        return sum(g.spec.num_bytes for g in self.groups if not g.trainable)
 
-    @property
-    def packed_share(self) -> float:
-        """Bytes of a frozen page at home over those on the device."""
-        packed = FROZEN_BYTES[self.choice.frozen_format]
-        return packed / self.choice.item_bytes if packed else 1.0
+def _packed(choice: Choice) -> StoredBytes | None:
+    """What frozen parameters take at home in a format of few bits; None: as on the device."""
+    each = FROZEN_BYTES[choice.frozen_format] / choice.item_bytes
+    if not each:
+        return None
+    return lambda begin, end: -(-math.ceil((end - begin) * each) // ALIGNMENT) * ALIGNMENT
 
 
 def _held(model: ModelShape, groups: list[PagedGroup]) -> dict[int, list[int]]:
@@ -116,11 +113,12 @@ def page(model: ModelShape, choice: Choice) -> Paged:
     table = PageTable(max(choice.page_size // FRAME_BYTES, 1) * FRAME_BYTES)
     groups: list[PagedGroup] = []
     members: dict[int, list[int]] = {}
+    packed = _packed(choice)
     for unit in model.units:
         set_index = unit.layer if unit.role == Role.EXPERT else -1
         for place, (spec, numel) in enumerate(_specs(unit, choice)):
             made = replace(spec, set_index=set_index if spec.has_gradient else -1)
-            number = table.add_group(made, {})
+            number = table.add_group(made, {}, None if made.has_gradient else packed)
             groups.append(PagedGroup(number, unit, made, numel))
             if set_index >= 0 and place == 0:
                 members.setdefault(set_index, []).append(number)

@@ -194,17 +194,15 @@ def _step_bound(workload: Workload, pages: int, link: Link, alike: int) -> tuple
 
 
 def link_of(paged: Paged, rates: Rates, accounts: Accounts) -> Link:
-    """The link of a choice: its home's tiers, faster where frozen pages are packed."""
+    """The link of a choice, with its home's tiers."""
     choice = paged.choice
-    share = _moved_share(paged)
     update = _update_rate(paged, rates, accounts)
     if choice.home != "host+disk":
-        return replace(_faster(rates.link(choice.home), share), update_rate=update)
+        return replace(rates.link(choice.home), update_rate=update)
     on_host = accounts.on_host | np.array(
         [p.kind == Kind.GRADIENT for p in paged.table.pages], bool
     )
-    host, disk = (_faster(rates.link(home), share) for home in ("host", "disk"))
-    host = replace(host, update_rate=update)
+    host, disk = replace(rates.host, update_rate=update), rates.disk
     if on_host.all():
         return host
     speeds = {
@@ -228,15 +226,6 @@ def _update_rate(paged: Paged, rates: Rates, accounts: Accounts) -> float:
     out = rates.disk.bandwidth_out or rates.disk.bandwidth_in
     seconds += on_disk / max(parameters, 1) * (1 / rates.disk.bandwidth_in + 1 / out)
     return 1.0 / seconds
-
-
-def _moved_share(paged: Paged) -> float:
-    """Bytes that cross the link for one of a page; of frozen pages fewer where they are packed."""
-    frozen = paged.frozen_bytes
-    whole = sum(g.spec.num_bytes for g in paged.groups)
-    if not whole:
-        return 1.0
-    return (whole - frozen + frozen * paged.packed_share) / whole
 
 
 def _faster(link: Link, share: float) -> Link:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from odc.memory.events import Kind
+from odc.memory.frames import FRAME_BYTES
 from odc.train.fit.accounts import Accounts, Target, account, has_room
 from odc.train.fit.choice import Choice, accepts
 from odc.train.fit.groups import Paged, page
@@ -282,18 +283,19 @@ def _transfer_s(candidate: Candidate) -> tuple[float, float]:
     """(s in, s out) of a step, what stays resident taken off."""
     paged, choice, accounts = candidate.paged, candidate.choice, candidate.accounts
     sizes = {kind: 0 for kind in Kind}
-    on_disk = 0
+    on_disk = packed = 0
     for one in paged.table.pages:
-        sizes[one.kind] += one.num_frames * (2 << 20)
-        on_disk += 0 if accounts.on_host[one.page] else one.num_frames * (2 << 20)
+        size = one.num_frames * FRAME_BYTES
+        sizes[one.kind] += size
+        packed += round(size * one.home_share) if one.kind == Kind.PARAMETER else 0
+        on_disk += 0 if accounts.on_host[one.page] else size
     parameters, moments = sizes[Kind.PARAMETER], sizes[Kind.MOMENT]
     stays = max(accounts.pages - accounts.least_pages, 0)
     turns = choice.accumulate if choice.order == "micro_major" else 1
     # Gradients that outlive their pass share the frames with parameters.
     gradients = sizes[Kind.GRADIENT] if turns > 1 else 0
     gone = max(1.0 - stays / max(parameters + gradients, 1), 0.0)
-    share = paged.packed_share if paged.frozen_bytes else 1.0
-    inside = 2 * turns * parameters * gone * share + (turns - 1) * gradients * gone
+    inside = 2 * turns * packed * gone + (turns - 1) * gradients * gone
     out = (turns - 1) * gradients * gone
     if choice.where == "home":
         inside += parameters * (1.0 - gone)

@@ -17,7 +17,8 @@ from typing import Any
 
 from odc.errors import OdcError
 
-WARM_UP, STEPS = 4, 6
+STEPS = 6
+_LEAST, _WARM_UP_S, _MOST = 4, 4.0, 40  # steps of warm-up: as many as take some seconds
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,21 @@ class Measured:
     bytes_out: int
 
 
-def run_steps(config: str, overrides: Sequence[str] = (), steps: int = STEPS) -> Measured:
-    """Trains `WARM_UP + steps` steps and measures the last.
+def run_steps(
+    config: str, overrides: Sequence[str] = (), steps: int = STEPS, step_s: float = 1.0
+) -> Measured:
+    """Trains some steps and measures the last, once schedules are found.
 
     Args:
         config: A `config.yaml`.
         overrides: `SECTION.KEY=VALUE`.
         steps: Measured ones.
+        step_s: How long a step is expected to take.
 
     Raises:
         OdcError: The process failed; with its last words.
     """
-    total = WARM_UP + steps
+    total = steps + min(max(_LEAST, round(_WARM_UP_S / step_s)), _MOST)
     words = [
         *overrides,
         f"train.steps={total}",
@@ -64,7 +68,7 @@ def run_steps(config: str, overrides: Sequence[str] = (), steps: int = STEPS) ->
         "checkpoint.every=null",
         f"profiler.trace_interval={10 * total}",
     ]
-    command = [sys.executable, "-m", "odc.train.fit.verify", config, *words]
+    command = [sys.executable, "-m", "odc.train.fit.verify", config, str(steps), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["without a word"]
@@ -72,7 +76,7 @@ def run_steps(config: str, overrides: Sequence[str] = (), steps: int = STEPS) ->
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _main(config_path: str, overrides: Sequence[str]) -> dict[str, Any]:
+def _main(config_path: str, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     """What the process does."""
     from odc.memory.ledger import resident_bytes
     from odc.train.config import load_config
@@ -92,7 +96,7 @@ def _main(config_path: str, overrides: Sequence[str]) -> dict[str, Any]:
         finally:
             trainer.close()
         lines = (run_dir.path / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines][WARM_UP:]
+    rows = [json.loads(line) for line in lines][-steps:]
     step_s = statistics.median(row["step_s"] for row in rows)
     page_peak = max(row["peak_page_bytes"] for row in rows)
     return {
@@ -109,4 +113,4 @@ def _main(config_path: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_main(sys.argv[1], sys.argv[2:])))
+    print(json.dumps(_main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])))
