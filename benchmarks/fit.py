@@ -125,8 +125,8 @@ def page(rows: list[tuple[str, Answer, Measured]]) -> str:
         "# Predicted and measured: `odc fit`\n\n"
         f"`python benchmarks/fit.py`, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, "
         f"{facts['cpu']}, {facts['cores']} cores. Peaks in MiB: of the device (pages and "
-        "all beside them) and of the process with its home; tokens/s; deviation is predicted over measured "
-        "less one. Bytes in: MiB a step, predicted / measured.\n\n"
+        "all beside them) and of the process with its home; tokens/s; deviation is "
+        "predicted over measured less one. Bytes in: MiB a step, predicted / measured.\n\n"
         "| configuration | device | measured | | process | measured | | tokens/s | measured | "
         "| bound | in |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
