@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odc.cli.exits import INTERRUPT, UsageError
+from odc.cli.machine_options import MACHINE, add_machine
 
 if TYPE_CHECKING:
     from odc.train.config import Config
@@ -19,6 +20,7 @@ _EPILOG = """\
 examples:
   odc train tiny-moe
   odc train config.yaml train.steps=500 memory.page_budget=400MB --run-dir runs/first
+  odc train config.yaml --dry-run --device 24GB --host 64GB --link 25GB/s --flops 100T
   odc train config.yaml --run-dir runs/first --resume
   odc train config.yaml memory.evict_strategy=lru memory.prefetch=none --from runs/first
   torchrun --nproc-per-node 2 -m odc train tiny-dense memory.page_budget=null
@@ -43,6 +45,12 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     add_arguments(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the configuration and say what it needs and how fast it is; train nothing",
+    )
+    add_machine(parser)
     parser.set_defaults(run=run)
 
 
@@ -76,8 +84,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; returns the exit code."""
+    """Trains, or says what training would take; returns the exit code."""
+    if args.dry_run:
+        return _dry_run(args)
+    told = [name for name in MACHINE if getattr(args, name) is not None]
+    if told:
+        raise UsageError(f"--{told[0].replace('_', '-')}: tells --dry-run about a machine; add it")
     return train_with(args, ())
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    """Loads and checks the configuration, and judges it by shapes alone."""
+    from odc.cli.fit import judge_config
+
+    name, overrides = _sort_out(args)
+    path = args.run_dir / "config.yaml" if name is None else config_path(name)
+    config = _load(path, tuple(overrides), tell=True).freeze()
+    return judge_config(args, config)
 
 
 def train_with(args: argparse.Namespace, presets: tuple[str, ...]) -> int:

@@ -180,6 +180,8 @@ class _Windows:
                     (window, self.needed[low:at]),
                     (starts, self.least_loads[: len(starts), at]),
                 ):
+                    if not len(points):  # no page that counts has been seen yet
+                        continue
                     load = (needed - self.there[points]) * pace[0]
                     waiting = self.written[points] + self._clean(points)
                     store = (waiting - self.capacity) * pace[1]

@@ -7,10 +7,13 @@ long as the workload's compute times and the link's figures are those of the mac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from odc.errors import BudgetError
+from odc.memory.engines.base import TierSpeed
 from odc.memory.engines.virtual import VirtualEngine
 from odc.memory.events import Kind, Op, Tier
 from odc.memory.frames import FRAME_BYTES
@@ -29,6 +32,7 @@ __all__ = [
     "PassResult",
     "PrefetchFactory",
     "SimResult",
+    "Tiers",
     "simulate",
     "virtual_drive",
 ]
@@ -44,6 +48,7 @@ class Link:
         latency_ns: fixed cost of a transfer.
         frame_move_ns: cost of mapping or unmapping a frame.
         update_rate: bytes/s of parameters that are updated at home.
+        tiers: of a home of several tiers; None: all pages have their home in one place.
     """
 
     bandwidth_in: float
@@ -51,6 +56,26 @@ class Link:
     latency_ns: int = 100_000
     frame_move_ns: int = 15_000
     update_rate: float = math.inf
+    tiers: Tiers | None = None
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """A home in host memory and on disk.
+
+    Attributes:
+        on_host: (num_pages,) bool; the other pages live on disk.
+        speeds: the way to each tier, instead of the link's own figures.
+        load_cost: (num_pages,) cost of loading a byte, relative.
+    """
+
+    on_host: np.ndarray
+    speeds: Mapping[Tier, TierSpeed]
+    load_cost: np.ndarray
+
+    def tier_of(self, page: int) -> Tier:
+        """Where a page has its home."""
+        return Tier.HOST if self.on_host[page] else Tier.DISK
 
 
 class Clock:
@@ -121,15 +146,12 @@ def virtual_drive(
     table = workload.table()
     if budget_bytes < FRAME_BYTES:
         raise BudgetError(f"budget: {budget_bytes} bytes hold no frame of {FRAME_BYTES}")
-    engine = VirtualEngine(
-        link.bandwidth_in,
-        link.bandwidth_out,
-        link.latency_ns,
-        link.frame_move_ns,
-        update_rate=link.update_rate,
-    )
+    engine = _engine(link)
     frames = min(budget_bytes // FRAME_BYTES, int(table.num_frames.sum()))
     transfers = Transfers(table, engine, frames, Tier.HOST)
+    if link.tiers is not None:
+        transfers.tier_of = link.tiers.tier_of
+        table.load_weight = link.tiers.load_cost.tolist()
     library = OrderLibrary(Stations(table, workload.sets))
     prefetcher = None
     if prefetch is not None:
@@ -137,3 +159,16 @@ def virtual_drive(
     pager = Pager(table, library, transfers, eviction, prefetcher, tuning)
     pager.hold_pinned()
     return Drive(workload, pager, Clock(engine), engine.now_ns)
+
+
+def _engine(link: Link) -> VirtualEngine:
+    tiers = link.tiers
+    return VirtualEngine(
+        link.bandwidth_in,
+        link.bandwidth_out,
+        link.latency_ns,
+        link.frame_move_ns,
+        update_rate=link.update_rate,
+        tier_of=None if tiers is None else tiers.tier_of,
+        speeds=None if tiers is None else tiers.speeds,
+    )

@@ -167,28 +167,30 @@ class _Maker:
     # -- the end ---------------------------------------------------------------------------------
 
     def workload(self) -> Workload:
-        return Workload(self._pages(), self.visits, [])
-
-    def _pages(self) -> Columns:
-        """Columns of ``pages.arrow``, cut by the page table that a run would have."""
+        """What was added so far, its pages cut by the page table that a run would have."""
         table = PageTable(self.shape.page_bytes)
         for spec in self.specs:
             table.add_group(spec, {})
         table.seal()
-        pages, groups = table.pages, [table.groups[p.group] for p in table.pages]
-        return {
-            "page": np.array([p.page for p in pages], np.int32),
-            "group": np.array([p.group for p in pages], np.int32),
-            "kind": np.array([p.kind for p in pages], np.uint8),
-            "slot": np.array([p.slot for p in pages], np.uint8),
-            "part": np.array([p.part for p in pages], np.int16),
-            "bytes": np.array([p.num_bytes for p in pages], np.int64),
-            "module_path": np.array([g.name for g in groups], object),
-            "layer": np.array([g.layer for g in groups], np.int16),
-            "expert": np.array([g.expert for g in groups], np.int16),
-            "set": np.array([g.set_index for g in groups], np.int32),
-            "home_bytes": np.array([p.home_bytes for p in pages], np.int64),
-        }
+        return Workload(page_columns(table), self.visits, [])
+
+
+def page_columns(table: PageTable) -> Columns:
+    """Columns of ``pages.arrow`` of a sealed page table."""
+    pages, groups = table.pages, [table.groups[p.group] for p in table.pages]
+    return {
+        "page": np.array([p.page for p in pages], np.int32),
+        "group": np.array([p.group for p in pages], np.int32),
+        "kind": np.array([p.kind for p in pages], np.uint8),
+        "slot": np.array([p.slot for p in pages], np.uint8),
+        "part": np.array([p.part for p in pages], np.int16),
+        "bytes": np.array([p.num_bytes for p in pages], np.int64),
+        "module_path": np.array([g.name for g in groups], object),
+        "layer": np.array([g.layer for g in groups], np.int16),
+        "expert": np.array([g.expert for g in groups], np.int16),
+        "set": np.array([g.set_index for g in groups], np.int32),
+        "home_bytes": np.array([p.home_bytes for p in pages], np.int64),
+    }
 
 
 def _clean(shape: Shape, steps: int, accumulate: int = 1, segment: int = 0) -> Workload:
