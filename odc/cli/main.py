@@ -15,6 +15,7 @@ from odc.cli import (
     demo,
     doctor,
     exits,
+    export,
     generate,
     plan,
     predictor,
@@ -36,6 +37,7 @@ COMMANDS = (
     bench,
     doctor,
     generate,
+    export,
 )
 
 _EPILOG = """\
