@@ -13,6 +13,7 @@ its gradient's page, a strip of ``vocab_chunk`` rows at a time, and exists nowhe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,28 +65,44 @@ def chunked_cross_entropy(
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
     if isinstance(weight, nn.Module):
-        return _call_head(weight, hidden, targets, (chunk, vocab_chunk, ignore_index))
+        options = {"chunk": chunk, "vocab_chunk": vocab_chunk, "ignore_index": ignore_index}
+        with loss_in_head(weight, targets, **options):
+            return weight(hidden)  # type: ignore[no-any-return]
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     _check(rows, weight, flat, ignore_index)
     args = (rows, weight, bias, flat, chunk, vocab_chunk, ignore_index)
     return _ChunkedCrossEntropy.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _call_head(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, options: tuple[int, int, int]
-) -> Tensor:
-    """Call a head, hooks and all, with the loss in place of its product."""
-    chunk, vocab_chunk, ignore_index = options
+@contextmanager
+def loss_in_head(
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    chunk: int = 1024,
+    vocab_chunk: int = VOCAB_CHUNK,
+    ignore_index: int = -100,
+) -> Iterator[None]:
+    """Inside, an output head answers with the loss, a scalar, in place of its logits.
+
+    For models that call their head themselves; hooks of the head run as ever.
+
+    Args:
+        head: a linear layer, whose first argument is what ``chunked_cross_entropy`` calls hidden.
+        targets, chunk, vocab_chunk, ignore_index: as of ``chunked_cross_entropy``.
+    """
     before = head.__dict__.get("forward")
 
     def loss(
         module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
+        weight, bias = module.weight, getattr(module, "bias", None)
+        assert isinstance(weight, Tensor), "a linear layer has one"
         return chunked_cross_entropy(
             args[0],
-            head.weight,
+            weight,
             targets,
-            head.bias,
+            bias,
             chunk=chunk,
             vocab_chunk=vocab_chunk,
             ignore_index=ignore_index,
@@ -94,12 +111,12 @@ def _call_head(
     around: Around = loss
     wrap_forward(head, around)
     try:
-        return head(hidden)  # type: ignore[no-any-return]
+        yield
     finally:
         if before is None:
             del head.forward
         else:
-            head.forward = before  # type: ignore[method-assign]
+            head.forward = before
 
 
 def _check(rows: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> None:
