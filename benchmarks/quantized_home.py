@@ -40,7 +40,7 @@ DATA = DataConfig(vocab_size=2048)
 SEQ_LEN, MICRO_BATCH = 64, 8
 RANK, LR = 8, 2e-3
 BUDGET, BANDWIDTH = 20 * MIB, 0.1e9
-REPEATS = 9
+REPEATS = 25
 
 
 class LowRank(nn.Module):
