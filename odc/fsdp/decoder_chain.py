@@ -64,9 +64,7 @@ class DecoderChain:
         hidden, options = state
         return self.blocks[index](hidden, **options[index]), options
 
-    def loss(
-        self, state: tuple[Tensor, list[dict[str, Any]]], batch: Mapping[str, Any]
-    ) -> Tensor:
+    def loss(self, state: tuple[Tensor, list[dict[str, Any]]], batch: Mapping[str, Any]) -> Tensor:
         logits = self._model.lm_head(self._decoder.norm(state[0]))
         found: Tensor = self._model.loss_function(
             logits=logits, labels=batch["labels"], vocab_size=self._model.config.vocab_size

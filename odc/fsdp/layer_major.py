@@ -10,8 +10,8 @@ Micro-major order, the usual one, reads every parameter once a micro-batch in fo
 backward; layer-major order reads it once a step in each. Only what passes between blocks is kept:
 in backward a block is run again, as under activation checkpointing, with the random numbers of its
 forward. Gradients are added in the order of the micro-batches, so that they are those of
-micro-major order to the last bit; the exception are parameters with several places in the model
-(tied weights), whose sums are formed place by place.
+micro-major order to the last bit. The exception is what several parts use (tied weights, a tensor
+that all blocks read): such sums are formed part by part, and rounded accordingly.
 """
 
 from __future__ import annotations

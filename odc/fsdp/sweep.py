@@ -84,13 +84,15 @@ class Sweep:
         runtime = self.runtime
         self._part = number
         runtime.forward_phase = phase
-        if number in (EMBEDDING, self.loss):  # nobody calls the root, which owns what is left
+        if number == EMBEDDING:  # nobody calls the root, which owns what is left
             self._root.acquire(phase)
         yield
         if number == EMBEDDING and phase == Phase.FORWARD:
             self._embedded = {group for unit in self._steady for group in unit.pinned}
+        forward = phase == Phase.FORWARD and number != self.loss
         for unit in self._steady:
-            unit.give_up(phase)
+            if not (forward and unit is self._root):  # which stays until the loss
+                unit.give_up(phase)
         for group in self._steady_groups:
             if group.unsettled:
                 self._end(group, self._ends_here(group))
@@ -151,10 +153,10 @@ class Sweep:
             return True
         if self._part < self.loss:
             return self._is_local(group)
-        first = group in self._embedded or group in self._root.groups.own
-        return not first and not any(
-            group in unit.groups.tied for unit in self.runtime.units if self._block(unit) is not None
-        )
+        if group in self._embedded or group in self._root.groups.own:
+            return False
+        inside = (unit for unit in self.runtime.units if self._block(unit) is not None)
+        return not any(group in unit.groups.tied for unit in inside)
 
     def _is_local(self, group: ParamGroup) -> bool:
         """Whether one block alone uses a group."""

@@ -199,8 +199,7 @@ def check_ranks(config: Config) -> None:
     """Refuses what is not combined with several ranks yet.
 
     Raises:
-        ConfigError: Memory is limited, updates are to run or activations to be moved home, or a
-            home format is named.
+        ConfigError: Memory is limited, or something is asked for that pages alone have.
     """
     if config.optimizer.where == "home" or config.train.dtype != "float32":
         raise ConfigError(
@@ -212,6 +211,11 @@ def check_ranks(config: Config) -> None:
         raise ConfigError(
             "activations.mode: got 'offload' with several ranks; allowed: keep, checkpoint (what "
             "ranks save is not moved home yet)"
+        )
+    if config.accumulation.order == "layer_major":
+        raise ConfigError(
+            "accumulation.order: got 'layer_major'; allowed with several ranks: micro_major (it "
+            "saves transfers of pages, and sharded models are not paged)"
         )
     keys = ("total_mem", "page_budget")
     found = [f"memory.{key}" for key in keys if getattr(config.memory, key) is not None]

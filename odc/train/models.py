@@ -266,9 +266,7 @@ class TransformerChain:
         """Returns what the layers work on."""
         return self._model.begin(batch[0])
 
-    def block(
-        self, index: int, state: tuple[Tensor, Tensor, Rope]
-    ) -> tuple[Tensor, Tensor, Rope]:
+    def block(self, index: int, state: tuple[Tensor, Tensor, Rope]) -> tuple[Tensor, Tensor, Rope]:
         """Runs a layer; the sum of auxiliary losses is part of the state."""
         x, auxiliary, rope = state
         x, more = self.blocks[index](x, rope)
