@@ -36,9 +36,9 @@ class DecoderChain:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
-        self._decoder: Any = model.model
-        self.blocks: Sequence[nn.Module] = list(self._decoder.layers)
+        whole: Any = model
+        self._model, self._decoder = whole, whole.model
+        self.blocks: Sequence[nn.Module] = list(whole.model.layers)
 
     def embed(self, batch: Mapping[str, Any]) -> tuple[Tensor, list[dict[str, Any]]]:
         options = {name: value for name, value in batch.items() if name != "labels"}

@@ -89,13 +89,10 @@ class _State:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> None:
         """Go on backward from here with the gradients of the leaves."""
-        ends = [
-            (leaf, gradient)
-            for leaf, gradient in zip(self.leaves, gradients, strict=True)
-            if gradient is not None and leaf.requires_grad
-        ]
+        pairs = zip(self.leaves, gradients, strict=True)
+        ends = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
         if ends:
-            torch.autograd.backward(*zip(*ends, strict=True))
+            torch.autograd.backward([x for x, _ in ends], [g for _, g in ends])
 
 
 @dataclass

@@ -93,8 +93,9 @@ class Sweep:
         for unit in self._steady:
             if not (forward and unit is self._root):  # which stays until the loss
                 unit.give_up(phase)
+        over = number == EMBEDDING and phase == Phase.BACKWARD and runtime.update_in_backward
         for group in self._steady_groups:
-            if group.unsettled:
+            if group.unsettled or (over and any(group.has_gradient)):
                 self._end(group, self._ends_here(group))
 
     def begin_micro(self, micro: int) -> None:
