@@ -166,18 +166,18 @@ def _median(steps: list[Step], kind: Kind | None, stored: bool = False) -> float
     return statistics.median(totals)
 
 
-def rows(ratios: list[float], ks: list[int], repeats: int) -> Iterator[str]:
+def rows(models: list[str], ratios: list[float], ks: list[int], repeats: int) -> Iterator[str]:
     yield (
         "| model | k | r | MB of parameters in, micro / layer | their ratio x k | other MB in | "
         "MB out | demand loads | step s | step ratio (pairs: least-most) | stall s |"
     )
     yield "|---" * 11 + "|"
-    for frozen in (True, False):
+    for model in models:
         for k in ks:
-            compute, loaded = calibrate(k, frozen)
+            compute, loaded = calibrate(k, model == "frozen")
             for r in ratios:
-                found = measure(k, frozen, loaded / (r * compute), repeats)
-                yield _row("frozen" if frozen else "full", k, r, found)
+                found = measure(k, model == "frozen", loaded / (r * compute), repeats)
+                yield _row(model, k, r, found)
 
 
 def _row(name: str, k: int, r: float, found: dict[str, list[Step]]) -> str:
@@ -212,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=None)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--model", default="frozen,full")
     parser.add_argument("--k", default="2,4,8")
     parser.add_argument("--r", default="1,2")
     args = parser.parse_args()
@@ -228,7 +229,7 @@ def main() -> None:
         "",
     ]
     ratios, ks = [float(r) for r in args.r.split(",")], [int(k) for k in args.k.split(",")]
-    for line in rows(ratios, ks, args.repeats):
+    for line in rows(args.model.split(","), ratios, ks, args.repeats):
         print(line, flush=True)
         lines.append(line)
     if args.output is not None:

@@ -115,6 +115,7 @@ def train(
         ("moe", 2, "step", {"page_budget": 16 * MIB}),
         ("frozen in the middle", 2, "backward", {"page_budget": 16 * MIB}),
         ("frozen in front", 2, "step", {"page_budget": 16 * MIB}),
+        ("dense", 2, "backward", {"page_budget": 16 * MIB, "where": "home"}),
         ("dense", 2, "step", {}),
         ("moe", 2, "backward", {}),
     ],
