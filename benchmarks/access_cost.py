@@ -25,8 +25,8 @@ from odc.train.policies import make_policy
 
 PAGES = 10_000
 _KINDS = {"W1": 1, "W2": 4, "W3": 1, "W4": 5}  # pages a layer
-_STEPS = {"W1": 5, "W2": 4, "W3": 5, "W4": 8}
-_WARM_UP = {"W1": 3, "W2": 2, "W3": 3, "W4": 4}
+_STEPS = {"W1": 4, "W2": 3, "W3": 4, "W4": 6}
+_WARM_UP = {"W1": 3, "W2": 2, "W3": 3, "W4": 5}
 
 
 def measure(name: str, share: float, r: float, profile: cProfile.Profile | None = None) -> Any:

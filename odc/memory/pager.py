@@ -475,7 +475,7 @@ class Pager:
             waiting.append(page)
             if state == PageState.LOADING:
                 continue
-            self._make_room(int(table.num_frames[page]))
+            self._make_room(table.frames[page])
             if op == Op.CREATE:
                 transfers.create(page)
             else:
