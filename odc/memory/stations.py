@@ -14,7 +14,6 @@ import numpy as np
 from odc.memory.events import Kind, Op
 from odc.memory.pages import PageTable
 
-
 _NO_TIMES = [0.0] * len(Kind)
 
 
