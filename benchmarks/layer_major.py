@@ -81,11 +81,11 @@ class Run:
     """
 
     def __init__(self, order: str, k: int, frozen: bool, bandwidth: float | None) -> None:
-        model = build_model(ModelConfig(**SHAPE), VOCAB, activation_checkpointing=True)
+        model = build_model(ModelConfig(**SHAPE), VOCAB)
         model.layers.requires_grad_(not frozen)
         self.memory = MemoryManager(page_budget=_budget(model), link_bandwidth=bandwidth)
         self.model, self.optimizer = odc.paged(
-            model, update="backward", accumulate=k, memory=self.memory
+            model, update="backward", accumulate=k, activations="checkpoint", memory=self.memory
         )
         self._k, self._number = k, 0
         self._chain = odc.layer_major(self.model) if order == "layer_major" else None

@@ -105,6 +105,8 @@ class Runtime(Passes):
         self._enter_pass(2 * self.accumulate, tokens)
         self.sweep = sweep
         sweep.begin(num_micro)
+        if self.activations is not None:
+            self.activations.is_off = True
         try:
             yield
             self.micro += num_micro
@@ -113,6 +115,8 @@ class Runtime(Passes):
             raise
         finally:
             self.sweep = None
+            if self.activations is not None:
+                self.activations.is_off = False
 
     def keeps(self, unit: UnitHooks) -> bool:
         return self.sweep is not None and self.sweep.keeps(unit)

@@ -131,6 +131,7 @@ class Sweep:
     def end_backward(self) -> None:
         """The backward of a micro-batch through a part is over."""
         for group in self.runtime.groups:
+            group.in_page.clear()
             if group not in self._steady_groups:
                 if group.unsettled:
                     self.settle(group, last=True)

@@ -186,14 +186,19 @@ class Recording(Watch):
 def model_of_blocks(frozen: bool) -> nn.Module:
     """Sixteen blocks of 3.5 MiB between a small embedding and a small head."""
     shape = ModelConfig(hidden_size=256, mlp_size=832, num_layers=16, num_heads=4)
-    model = build_model(shape, VOCAB, activation_checkpointing=True)
+    model = build_model(shape, VOCAB)
     model.layers.requires_grad_(not frozen)
     return model
 
 
 def recorded(order: str, accumulate: int, frozen: bool, micro_ns: int = 4_000_000) -> Workload:
     """Eight steps of one order; a micro-batch computes as long in every visit."""
-    model, optimizer = odc.paged(model_of_blocks(frozen), update="backward", accumulate=accumulate)
+    model, optimizer = odc.paged(
+        model_of_blocks(frozen),
+        update="backward",
+        accumulate=accumulate,
+        activations="checkpoint",
+    )
     chain = odc.layer_major(model) if order == "layer_major" else None
     sink = Recording(model.memory)
     model.memory.set_sink(sink)
@@ -279,7 +284,11 @@ def test_real_transfers_of_parameters_are_a_kth_as_many(accumulate):
     found = {}
     for order in ("micro_major", "layer_major"):
         model, optimizer = odc.paged(
-            model_of_blocks(True), update="backward", accumulate=accumulate, page_budget=20 * MIB
+            model_of_blocks(True),
+            update="backward",
+            accumulate=accumulate,
+            page_budget=20 * MIB,
+            activations="checkpoint",
         )
         chain = odc.layer_major(model) if order == "layer_major" else None
         sink = Recording(model.memory)
