@@ -14,6 +14,7 @@ _EXPORTS = {
     "PagedModule": "odc.fsdp.paged",
     "checkpoint_layers": "odc.fsdp.activations",
     "chunked_cross_entropy": "odc.fsdp.chunked_loss",
+    "layer_major": "odc.fsdp.layer_major",
     "fully_shard": "odc.fsdp.fully_shard",
     "FullyShardedDataParallel": "odc.fsdp.fully_shard",
     "FSDPModule": "odc.fsdp.fully_shard",
@@ -49,6 +50,7 @@ __all__ = [
     "describe_model",
     "from_pretrained",
     "fully_shard",
+    "layer_major",
     "load_safetensors",
     "paged",
     "register_fsdp_forward_method",
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
     )
     from odc.fsdp.interop import load_safetensors, save_safetensors
+    from odc.fsdp.layer_major import layer_major
     from odc.fsdp.paged import PagedModule, paged
     from odc.train.pretrained import describe_model, from_pretrained, save_pretrained
 

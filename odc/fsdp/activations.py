@@ -322,6 +322,7 @@ class Activations:
         self.account = manager.ledger.activations
         self.account.mode = mode
         self.meter = Meter(self.account, manager.owns)
+        self.is_off = False  # somebody else decides what layers keep
         self.offloader: Offloader | None = None
         if mode == "offload":
             from odc.fsdp.offload import Offloader  # which builds upon this module
@@ -365,7 +366,7 @@ class Activations:
         kwargs: dict[str, Any],
     ) -> Any:
         mode, meter = self.account.mode, self.meter
-        if not torch.is_grad_enabled():
+        if self.is_off or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if in_backward() or not meter.active:
             return self._run(layer, forward, args, kwargs)

@@ -139,19 +139,29 @@ class UnitHooks:
         """An exception ended a pass half-way."""
         self._open = None
         self._enter(Event.RESET, Phase.OTHER)
+        self.give_up(Phase.OTHER)
 
     # -- pins ------------------------------------------------------------------------------------
 
     def _enter(self, event: Event, phase: Phase) -> None:
         self.state, command = transition(self.state, event)
         if command == Command.ACQUIRE:
-            for group in self.groups.all:
+            self.acquire(phase)
+        elif command == Command.RELEASE and not self.runtime.keeps(self):
+            self.give_up(phase)
+
+    def acquire(self, phase: Phase) -> None:
+        """Pin the groups that are not pinned yet."""
+        for group in self.groups.all:
+            if group not in self.pinned:
                 self.pin(group, phase)
-        elif command == Command.RELEASE:
-            for group in self.pinned:
-                self.runtime.collective.reshard(group, phase)
-                group.unpin_parameters()
-            self.pinned.clear()
+
+    def give_up(self, phase: Phase) -> None:
+        """Release what is pinned."""
+        for group in self.pinned:
+            self.runtime.collective.reshard(group, phase)
+            group.unpin_parameters()
+        self.pinned.clear()
 
     def pin(self, group: ParamGroup, phase: Phase) -> None:
         """Pin a group's parameters until this unit releases."""

@@ -46,6 +46,10 @@ class Passes:
         """The root's forward begins."""
         raise NotImplementedError
 
+    def keeps(self, unit: UnitHooks) -> bool:
+        """Whether a unit's parameters stay pinned when its forward or its backward is over."""
+        return False
+
     def begin_backward(self) -> None:
         """The first hook of a backward: have its end reported."""
         task = torch._C._current_graph_task_id()

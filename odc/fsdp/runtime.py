@@ -18,11 +18,13 @@ from odc.fsdp.experts import ExpertOrder
 from odc.fsdp.group import ParamGroup
 from odc.fsdp.hooks import in_backward
 from odc.fsdp.passes import Passes
+from odc.fsdp.sweep import Sweep
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.manager import MemoryManager
 
 if TYPE_CHECKING:
     from odc.fsdp.activations import Activations
+    from odc.fsdp.hooks import UnitHooks
 
 Update = Callable[[ParamGroup, Phase], None]
 
@@ -61,6 +63,7 @@ class Runtime(Passes):
         self.updated_in_backward = False  # and opt.step() not called since
         self.num_steps = 0
         self.micro = 0  # backwards since the last update
+        self.sweep: Sweep | None = None  # the step that runs in layer-major order
         self._hints: dict[int, float] = {}  # of the pass to come
         for group in groups:
             group.runtime = self
@@ -76,14 +79,47 @@ class Runtime(Passes):
         self.recover()
         grad = torch.is_grad_enabled()
         self.forward_phase = Phase.FORWARD if grad else Phase.EVALUATION
-        tokens = next((t.numel() for t in tree_leaves((args, kwargs)) if _is_tensor(t)), 0)
-        self.manager.micro = self.micro
         # even: training, by micro-step; odd: no gradient
         ctx = 2 * min(self.micro, self.accumulate - 1) if grad else 1
+        self.manager.micro = self.micro
+        self._enter_pass(ctx, num_tokens((args, kwargs)))
+
+    def _enter_pass(self, ctx: int, tokens: int) -> None:
         self.manager.begin_pass(ctx, tokens)
         if self._hints:
             hints, self._hints = self._hints, {}
             self.manager.hint(list(hints), list(hints.values()))
+
+    @contextmanager
+    def sweeping(self, sweep: Sweep, num_micro: int, tokens: int) -> Iterator[None]:
+        """A step in layer-major order: one pass, in a context of its own.
+
+        Args:
+            sweep: of this model.
+            num_micro: micro-batches of the step.
+            tokens: of a micro-batch.
+        """
+        self.recover()
+        self.forward_phase = Phase.FORWARD
+        self.manager.micro = 0
+        self._enter_pass(2 * self.accumulate, tokens)
+        self.sweep = sweep
+        sweep.begin(num_micro)
+        if self.activations is not None:
+            self.activations.is_off = True
+        try:
+            yield
+            self.micro += num_micro
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self.sweep = None
+            if self.activations is not None:
+                self.activations.is_off = False
+
+    def keeps(self, unit: UnitHooks) -> bool:
+        return self.sweep is not None and self.sweep.keeps(unit)
 
     def hint(self, groups: list[int], scores: list[float]) -> None:
         """Scores for the forward that runs, else for the next one."""
@@ -100,6 +136,9 @@ class Runtime(Passes):
             )
 
     def end_backward(self) -> None:
+        if self.sweep is not None:
+            self.sweep.end_backward()
+            return
         received = False
         for group in self.groups:
             self.settle(group, last=True)
@@ -176,6 +215,9 @@ class Runtime(Passes):
         """
         if not group.unsettled:
             return
+        if self.sweep is not None:
+            self.sweep.settle(group, last)
+            return
         updates = group.complete and self.update_in_backward and self.last_micro
         if updates and group.is_pinned and not last:  # somebody else's backward reads it
             group.unpin_gradient()
@@ -188,9 +230,10 @@ class Runtime(Passes):
             self.updated_in_backward = True
             self.update(group, Phase.BACKWARD)
         else:
-            self._park(group)
+            self.park(group)
 
-    def _park(self, group: ParamGroup) -> None:
+    def park(self, group: ParamGroup) -> None:
+        """Put a gradient away until more of it comes, or ``opt.step()``."""
         if self.clip:
             group.take_norms()
         group.unpin_gradient()
@@ -229,7 +272,10 @@ class Runtime(Passes):
         """Give a mixture-of-experts module its ``expert_order``."""
 
         def choose(members: list[int]) -> list[int]:
-            return self.manager.open_set(set_index, members, self.forward_phase)
+            order = self.manager.open_set(set_index, members, self.forward_phase)
+            if self.sweep is not None:
+                self.sweep.note_members(set_index, order)
+            return order
 
         order = ExpertOrder(choose, self._phase)
         module.expert_order = order  # type: ignore[assignment]
@@ -292,5 +338,6 @@ class Runtime(Passes):
             self.manager.release(group.group, kind)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def num_tokens(batch: Any) -> int:
+    """Elements of the first tensor in (nested) containers, 0 without one."""
+    return next((t.numel() for t in tree_leaves(batch) if isinstance(t, torch.Tensor)), 0)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from odc.memory.ahead import Lookahead, Tuning
 from odc.memory.events import Account, Act, Kind, Op, Phase, Sink, Tier
 from odc.memory.orders import OrderLibrary
@@ -139,6 +141,15 @@ class Pager:
             self._think()
         self._mark = self._engine.now_ns()
         return order
+
+    def tape(self, set_index: int, members: Sequence[int]) -> None:
+        """Tell the members, in their order, of the forward that is recomputed and undone next.
+
+        For passes that visit a set several times in forward before they go back.
+        """
+        used = np.zeros(len(self.stations.sets[set_index]), bool)
+        used[list(members)] = True
+        self.library.forward_done(set_index, used, list(members))
 
     def access(
         self, group: int, needs: Sequence[Need], phase: Phase, part: int | None = None
@@ -464,7 +475,7 @@ class Pager:
             waiting.append(page)
             if state == PageState.LOADING:
                 continue
-            self._make_room(int(table.num_frames[page]))
+            self._make_room(table.frames[page])
             if op == Op.CREATE:
                 transfers.create(page)
             else:

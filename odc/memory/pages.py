@@ -145,6 +145,7 @@ class PageTable:
     evictable: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     absent: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     dirty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    _is_resident: bytearray = field(default_factory=bytearray)
     resident: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
     def add_group(
@@ -271,14 +272,15 @@ class PageTable:
         self.evictable = np.frombuffer(self.is_evictable, bool)
         self.absent = np.frombuffer(self.is_absent, bool)
         self.dirty = np.frombuffer(self.is_dirty, bool)
-        self.resident = np.zeros(n, bool)
+        self._is_resident = bytearray(n)
+        self.resident = np.frombuffer(self._is_resident, bool)
 
     def set_state(self, page: int, state: PageState) -> None:
         """Note where a page is; the arrays follow."""
         before, self.state[page] = self.state[page], state
         leaves = state == PageState.EVICTING
         self.is_absent[page] = leaves or state == PageState.HOME
-        self.resident[page] = state == PageState.RESIDENT
+        self._is_resident[page] = state == PageState.RESIDENT
         if leaves or (before == PageState.LOADING and state == PageState.HOME):
             self.left.append(page)
 

@@ -137,6 +137,7 @@ class OrderPrefetcher:
         self._orders: list[RecordedOrder] = []  # this pass's and those expected after it
         self._offsets: list[int] = []  # serial number of the first entry of each
         self._starts: list[float] = []  # clock at the beginning of each
+        self._makes_fresh = False  # some entry of them does
         self._after: list[float] = []  # by page: first use in later passes, from the end of this
         self._after_of: dict[tuple[tuple[int, int], ...], list[float]] = {}
         self._cursor = 0  # serial number of the entry that is looked at next
@@ -342,6 +343,7 @@ class OrderPrefetcher:
             self._offsets.append(self._offsets[-1] + len(order.entries))
             self._starts.append(start)
             start += order.total_ns
+        self._makes_fresh = any(o.lasting_fresh[-1] or o.most_dying for o in self._orders)
         follows = library.as_expected and bool(passed) and before[1:] == self._chain[:-1]
         follows, self._anew = follows and not self._anew, False
         self._after = self._first_uses()
@@ -445,6 +447,8 @@ class OrderPrefetcher:
 
         A schedule gives frames to what needs them in the order of need.
         """
+        if not self._makes_fresh:
+            return 0
         position = self.library.position
         if not self.scheduled:
             return self._orders[0].frames_to_create(position + 1)

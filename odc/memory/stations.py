@@ -14,6 +14,8 @@ import numpy as np
 from odc.memory.events import Kind, Op
 from odc.memory.pages import PageTable
 
+_NO_TIMES = [0.0] * len(Kind)
+
 
 @dataclass(frozen=True, slots=True)
 class Station:
@@ -51,7 +53,7 @@ class Visit:
     kinds: int = 0
     creates: int = 0
     writes: int = 0
-    at_ns: list[float] = field(default_factory=lambda: [0.0] * len(Kind))
+    at_ns: list[float] = field(default_factory=_NO_TIMES.copy)
     held_ns: float = 0.0
     span: int = 0
     drops: int = 0

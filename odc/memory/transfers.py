@@ -403,7 +403,7 @@ class Transfers:
         table.is_evictable[page] = False
         self.num_resident -= 1
         ticket = self.engine.submit(CommandKind.RELEASE, table.pages[page], after)
-        frames = int(table.num_frames[page])
+        frames = table.frames[page]
         if not after and self.engine.poll(ticket):  # made at once
             table.set_state(page, PageState.HOME)
             self.free += frames

@@ -211,8 +211,7 @@ def check_ranks(config: Config) -> None:
     """Refuses what is not combined with several ranks yet.
 
     Raises:
-        ConfigError: Memory is limited, updates are to run or activations to be moved home, a home
-            format is named, or the model is in a folder.
+        ConfigError: Memory is limited, or something is asked for that pages alone have.
     """
     if config.model.path is not None:
         raise ConfigError(
@@ -229,6 +228,11 @@ def check_ranks(config: Config) -> None:
         raise ConfigError(
             "activations.mode: got 'offload' with several ranks; allowed: keep, checkpoint (what "
             "ranks save is not moved home yet)"
+        )
+    if config.accumulation.order == "layer_major":
+        raise ConfigError(
+            "accumulation.order: got 'layer_major'; allowed with several ranks: micro_major (it "
+            "saves transfers of pages, and sharded models are not paged)"
         )
     keys = ("total_mem", "page_budget")
     found = [f"memory.{key}" for key in keys if getattr(config.memory, key) is not None]

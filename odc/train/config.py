@@ -20,6 +20,7 @@ import yaml
 from odc.errors import ConfigError
 from odc.train.config_checks import nearest
 from odc.train.config_schema import (
+    AccumulationConfig,
     ActivationsConfig,
     CheckpointConfig,
     CommunicationConfig,
@@ -46,6 +47,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)

@@ -194,6 +194,20 @@ class TrainConfig(Section):
 
 
 @dataclass(kw_only=True)
+class AccumulationConfig(Section):
+    """The order in which the micro-batches of a step pass the layers."""
+
+    heading: ClassVar[str] = "accumulation"
+
+    order: str = setting(
+        "micro_major",
+        checks.choice("micro_major", "layer_major"),
+        "layer_major: all pass a layer while its pages are there; layers are recomputed in "
+        "backward",
+    )
+
+
+@dataclass(kw_only=True)
 class OptimizerConfig(Section):
     """The optimizer, its schedule, and when it runs."""
 

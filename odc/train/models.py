@@ -219,13 +219,20 @@ class Transformer(nn.Module):
             Logits (B, T, V), or a scalar: mean cross-entropy, plus the routers' auxiliary losses
             (their mean over layers) in training mode.
         """
-        past = 0 if cache is None else cache.length
-        rope = rope_tables(past, idx.size(1), self.config, idx.device)
-        x = self.embed(idx)
-        auxiliary = x.new_zeros((), dtype=torch.float32)
+        x, auxiliary, rope = self.begin(idx, 0 if cache is None else cache.length)
         for index, layer in enumerate(self.layers):
             x, layer_auxiliary = layer(x, rope, None if cache is None else cache.layers[index])
             auxiliary = auxiliary + layer_auxiliary
+        return self.end(x, auxiliary, targets)
+
+    def begin(self, idx: Tensor, past: int = 0) -> tuple[Tensor, Tensor, Rope]:
+        """What the layers work on: (B, T, D), the sum of auxiliary losses, and the rotations."""
+        rope = rope_tables(past, idx.size(1), self.config, idx.device)
+        x = self.embed(idx)
+        return x, x.new_zeros((), dtype=torch.float32), rope
+
+    def end(self, x: Tensor, auxiliary: Tensor, targets: Tensor | None) -> Tensor:
+        """Logits or the loss, from what the layers made."""
         x = self.norm(x)
         if targets is None:
             return self.head(x)
@@ -242,6 +249,32 @@ class Transformer(nn.Module):
         return F.cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX
         )
+
+    def as_chain(self) -> "TransformerChain":
+        """Returns the model as a chain of blocks, as `odc.layer_major` takes it."""
+        return TransformerChain(self)
+
+
+class TransformerChain:
+    """A `Transformer` as embedding, blocks and loss; a micro-batch is (inputs, targets)."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+        self.blocks = list(model.layers)
+
+    def embed(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Rope]:
+        """Returns what the layers work on."""
+        return self._model.begin(batch[0])
+
+    def block(self, index: int, state: tuple[Tensor, Tensor, Rope]) -> tuple[Tensor, Tensor, Rope]:
+        """Runs a layer; the sum of auxiliary losses is part of the state."""
+        x, auxiliary, rope = state
+        x, more = self.blocks[index](x, rope)
+        return x, auxiliary + more, rope
+
+    def loss(self, state: tuple[Tensor, Tensor, Rope], batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns the loss that the model returns for the batch."""
+        return self._model.end(state[0], state[1], batch[1])
 
 
 def rope_tables(start: int, length: int, config: ModelConfig, device: torch.device) -> Rope:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from odc.errors import CheckpointError, ConfigError
+from odc.fsdp.layer_major import LayerMajor, layer_major
 from odc.fsdp.optimizer import PagedAdamW
 from odc.fsdp.runtime import Runtime
 from odc.memory.events import StepRow
@@ -147,10 +148,27 @@ class Trainer:
             self.identity = Identity.of(model, config.model, self.task.corpus_hash)
             if source is not None:
                 checkpoint.load(source, model, optimizer, self.identity)
+            self._sweeps = self._make_sweeps()
         except BaseException:
             memory.close()
             raise
         self.manager = memory
+
+    def _make_sweeps(self) -> LayerMajor | None:
+        """What runs steps in layer-major order, where the configuration asks for it.
+
+        Raises:
+            ConfigError: The task has a loss of its own.
+        """
+        if self.config.accumulation.order != "layer_major":
+            return None
+        if getattr(self.task.loss, "__func__", None) is not Pretrain.loss:
+            raise ConfigError(
+                "accumulation.order: got 'layer_major', which runs the loss of the model behind "
+                f"its last layer; {type(self.task).__name__} has a loss of its own: use "
+                "micro_major"
+            )
+        return layer_major(self.model)
 
     @property
     def runtime(self) -> Runtime:
@@ -284,6 +302,8 @@ class Trainer:
         Raises:
             DivergedError: The loss is not finite.
         """
+        if self._sweeps is not None:
+            return self._sweep(step, self._sweeps)
         accumulate = self.config.train.accumulate
         losses: list[float] = []
         tokens = 0
@@ -296,6 +316,18 @@ class Trainer:
             loss.backward()
             tokens += batch[0].numel()
         return sum(losses), tokens
+
+    def _sweep(self, step: int, sweeps: LayerMajor) -> tuple[float, int]:
+        """The same, all micro-batches layer by layer."""
+        batches = [self.task.batch(step, m) for m in range(self.config.train.accumulate)]
+        losses: list[float] = []
+
+        def check(loss: float) -> None:
+            self._check_finite(f"step {step}: the loss is", loss)
+            losses.append(loss)
+
+        sweeps.step(batches, on_loss=check)
+        return sum(losses), sum(batch[0].numel() for batch in batches)
 
     def _evaluate(self, done: int) -> dict[str, Any]:
         """Evaluates if it is due; what that moves and waits for is not the step's."""

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from odc.errors import ConfigError
+from odc.memory.events import Phase
+from odc.memory.replay import Workload
 from odc.sizes import format_bytes
-from odc.train.compose import decay_groups
+from odc.train.compose import check_ranks, decay_groups
 from odc.train.config import load_config
 from odc.train.models import build_model
 from odc.train.run_dir import METRIC_KEYS, RunDir, summarize
@@ -84,6 +86,19 @@ def train_plainly(config) -> list[float]:
         ("dense", {"activations.mode": "checkpoint", "train.steps": 4}),
         ("dense", {"activations.mode": "offload", "train.steps": 4}),
         ("moe", {"memory.page_budget": "unlimited", "train.steps": 5}),
+        (
+            "moe",
+            {"train.accumulate": 2, "accumulation.order": "layer_major", "train.steps": 4},
+        ),
+        (
+            "dense",
+            {
+                "train.accumulate": 3,
+                "accumulation.order": "layer_major",
+                "optimizer.max_grad_norm": 0.5,
+                "train.steps": 4,
+            },
+        ),
     ],
 )
 def test_losses_are_those_of_a_plain_loop_to_the_last_bit(
@@ -168,6 +183,32 @@ def test_trace_holds_chosen_steps_and_a_row_of_every_step(make_config, read_metr
     assert manifest["memory"]["policy"] == "cost_aware+popularity"
     assert manifest["memory"]["page_budget"] == 12 << 20
     assert set(reader.pages["set"].tolist()) == {-1, 0, 1}
+
+
+def test_a_step_in_layer_major_order_is_one_pass_of_its_trace(make_config, read_metrics, tmp_path):
+    keys = {"train.accumulate": 3, "accumulation.order": "layer_major", "train.eval_every": 2}
+    train(make_config(**keys, **{"profiler.trace_interval": 1}), tmp_path / "run")
+    metrics = read_metrics(tmp_path / "run")
+    assert {line["tokens"] for line in metrics} == {3 * 2 * 24}
+    reader = TraceReader(tmp_path / "run")
+    visits = Workload.from_trace(reader.need(), reader.pages).visits
+    training = [visit.step for visit in visits if visit.begins_pass and visit.ctx % 2 == 0]
+    assert training == [line["step"] for line in metrics]
+    routed = [v for v in visits if v.step == 5 and v.phase == Phase.FORWARD and len(v.bundles) > 1]
+    assert len(routed) == 2 * 3, "one visit of each layer's experts a micro-batch"
+
+
+def test_layer_major_order_refuses_what_it_would_ignore(make_config, tmp_path):
+    config = make_config(**{"accumulation.order": "layer_major"})
+    with pytest.raises(ConfigError, match=r"several ranks: micro_major"):
+        check_ranks(config)
+
+    class Own(StoppingTask):
+        def loss(self, model, batch):
+            return model(*batch).square()
+
+    with pytest.raises(ConfigError, match="Own has a loss of its own"):
+        train(config, tmp_path / "run", task=Own(config, 0, lambda: None))
 
 
 def test_bytes_of_the_trace_are_those_of_the_metrics(make_config, read_metrics, tmp_path):
