@@ -145,9 +145,6 @@ def visits_of(workload: Workload) -> list[tuple]:
     ],
 )
 def test_the_workload_is_what_a_run_records(model, keys, make_config, tmp_path):
-    keys = {checkpointing_key(k): v for k, v in keys.items()}
-    if "train.activation_checkpointing" in keys:
-        keys["train.activation_checkpointing"] = True
     steps = {"train.steps": 2, "profiler.trace_interval": 1, "checkpoint.every": None}
     few = {"model.num_layers": 2, "model.num_experts": 3, "model.top_k": 3}
     few = few if model == "moe" else {"model.num_layers": 2}
@@ -160,14 +157,6 @@ def test_the_workload_is_what_a_run_records(model, keys, make_config, tmp_path):
     made = make_workload(paged, flat_times(), 1)
     assert made.sets == recorded.sets
     assert visits_of(made) == visits_of(recorded)
-
-
-def checkpointing_key(key: str) -> str:
-    from odc.train.fit.choice import has_key
-
-    if key == "activations.mode" and not has_key(key):
-        return "train.activation_checkpointing"
-    return key
 
 
 def recorded_vocab(config, outcome) -> int:

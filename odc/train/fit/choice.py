@@ -84,10 +84,8 @@ class Choice:
 def choice_of(config: Config) -> Choice:
     """What a configuration says; a key that it does not have keeps its meaning so far."""
     train, memory, optimizer = config.train, config.memory, config.optimizer
-    activations: Any = getattr(config, "activations", None)
     adapter: Any = getattr(config, "adapter", None)
     order: Any = getattr(config, "accumulation", None)
-    keeps = "checkpoint" if getattr(train, "activation_checkpointing", False) else "keep"
     lora = adapter is not None and adapter.kind == "lora"
     targets = tuple(adapter.targets) if lora and adapter.targets else LORA_TARGETS
     where = "home" if optimizer.where == "home" else "device"
@@ -98,8 +96,8 @@ def choice_of(config: Config) -> Choice:
         dtype=train.dtype,
         where=where,
         update=optimizer.update or "step",
-        mode=keeps if activations is None else activations.mode,
-        loss_chunk=None if activations is None else activations.loss_chunk,
+        mode=config.activations.mode,
+        loss_chunk=config.activations.loss_chunk,
         order="micro_major" if order is None else order.order,
         home=memory.home,
         host_mem=memory.host_mem,
@@ -121,7 +119,8 @@ def overrides(choice: Choice) -> dict[str, Any]:
         "train.dtype": choice.dtype,
         "optimizer.where": choice.where,
         "optimizer.update": choice.update,
-        **_activations(choice),
+        "activations.mode": choice.mode,
+        "activations.loss_chunk": choice.loss_chunk,
         "accumulation.order": choice.order,
         "memory.total_mem": _size(choice.total_mem),
         "memory.page_budget": None if choice.page_budget is None else _size(choice.page_budget),
@@ -138,12 +137,6 @@ def overrides(choice: Choice) -> dict[str, Any]:
             "adapter.targets": list(choice.targets),
         }
     return {key: value for key, value in found.items() if has_key(key)}
-
-
-def _activations(choice: Choice) -> dict[str, Any]:
-    if not has_key("activations.mode"):
-        return {"train.activation_checkpointing": choice.mode == "checkpoint"}
-    return {"activations.mode": choice.mode, "activations.loss_chunk": choice.loss_chunk}
 
 
 def _size(num_bytes: int | None) -> int | str:
