@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import odc
+import odc.fsdp.optimizer as kernel
 from odc.memory.manager import MemoryManager
 
 
@@ -57,7 +58,7 @@ class TestMisuse:
 
     def test_an_interrupted_update_leaks_no_pins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, optimizer = small()
-        original, calls = optimizer._run_kernel, []
+        original, calls = kernel.update, []
 
         def interrupted(*arguments: object) -> None:
             calls.append(1)
@@ -65,7 +66,7 @@ class TestMisuse:
                 raise KeyboardInterrupt
             original(*arguments)
 
-        monkeypatch.setattr(optimizer, "_run_kernel", interrupted)
+        monkeypatch.setattr(kernel, "update", interrupted)
         model(X).backward()
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
@@ -81,7 +82,7 @@ class TestMisuse:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model, optimizer = small(update="backward")
-        original, calls = optimizer._run_kernel, []
+        original, calls = kernel.update, []
 
         def interrupted(*arguments: object) -> None:
             calls.append(1)
@@ -89,7 +90,7 @@ class TestMisuse:
                 raise KeyboardInterrupt
             original(*arguments)
 
-        monkeypatch.setattr(optimizer, "_run_kernel", interrupted)
+        monkeypatch.setattr(kernel, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(X).backward()
         for _ in range(2):  # what was updated stays: the step counts, and training goes on

@@ -1,4 +1,4 @@
-"""The scheduler on the virtual clock with the optimizer at home: bytes and time of a step."""
+"""The shipped scheduler on the virtual clock with the optimizer at home: bytes, time of a step."""
 
 from __future__ import annotations
 
