@@ -32,7 +32,7 @@ from odc.train.fit.rates import Rates
 from odc.train.fit.work import Times, make_workload
 from odc.train.policies import make_policy
 
-WARM_UP, MEASURED = 3, 3
+WARM_UP, MEASURED = 2, 2
 _PASSES = 4  # micro-batches of a step that are simulated
 POLICY = "cost_aware+popularity"
 # How far a measured step was from the simulated one, either way (benchmarks/fit.py).

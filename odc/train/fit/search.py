@@ -12,7 +12,7 @@ from functools import cached_property
 
 from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES
-from odc.train.fit.accounts import Accounts, Target, account, has_room
+from odc.train.fit.accounts import Accounts, Target, account, has_room, offloaded_bytes
 from odc.train.fit.choice import Choice, accepts
 from odc.train.fit.groups import Paged, page
 from odc.train.fit.model import ModelShape, Role
@@ -26,7 +26,7 @@ _ACCUMULATE = (1, 2, 4, 8, 16, 32, 64)
 _SIMULATED = 2
 _CLOSE = 1.05
 _LOSS_CHUNK = 1024
-_BUNDLES = 8  # of experts that a simulated layer keeps apart
+_BUNDLES = 4  # of experts that a simulated layer keeps apart
 
 
 @dataclass(frozen=True)
@@ -304,6 +304,8 @@ def _transfer_s(candidate: Candidate) -> tuple[float, float]:
         left = max(stays - parameters - gradients, 0)
         inside += max(moments - left, 0)
         out += 0.0 if choice.rank is not None else float(max(parameters + moments - stays, 0))
+    moved = offloaded_bytes(paged) * choice.accumulate
+    inside, out = inside + moved, out + moved
     disk = on_disk / max(parameters + moments, 1)
     rates = candidate.rates
     pace_in = (1 - disk) / rates.host.bandwidth_in, disk / rates.disk.bandwidth_in
