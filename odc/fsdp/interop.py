@@ -1,12 +1,12 @@
-"""Hugging Face safetensors folders in and out of a model, sharded or not, without a full copy.
+"""Hugging Face safetensors folders in and out of a model, sharded, paged or plain, without a copy.
 
 A rank reads and writes the byte ranges of its own spans (`safetensors_file.py`), straight between
 file and tensor; nothing travels between ranks but errors. Gathering tensors for one writer would
 need memory for one tensor and send all of them; ranges need neither, and let all ranks write at
 once. The price: all ranks must see one file system.
 
-Transformers stores an expert's three matrices apart and holds them fused in one tensor. Every one
-of them is a contiguous piece of the fused tensor, so both forms are the same reads and writes.
+A paged model is read and written group by group: a group is pinned while its bytes pass. What the
+tensors are called in files, and which elements lie where, is said by `tensor_names.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from odc.errors import CheckpointError
+from odc.fsdp.expert_list import ExpertList
 from odc.fsdp.fsdp_module import FSDPModule
+from odc.fsdp.paged import PagedModule
 from odc.fsdp.ragged_shard import axis_placements, own_rank, spans_of
 from odc.fsdp.safetensors_file import (
     INDEX,
@@ -41,19 +44,11 @@ from odc.fsdp.safetensors_file import (
     read_span,
     write_span,
 )
+from odc.fsdp.tensor_names import Piece, form_of, forms
 from odc.sizes import parse_size
 
 T = TypeVar("T")
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-
-# What experts are called on disk: (gate, up, down), and what the block around them is called.
-APART = (("gate_proj", "up_proj", "down_proj", "mlp"), ("w1", "w3", "w2", "block_sparse_moe"))
-APART_OF = {  # by `config.model_type`; for others the file is as the model is
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), APART[0]
-    ),
-    "mixtral": APART[1],
-}
 
 
 class LoadReport(NamedTuple):
@@ -64,25 +59,32 @@ class LoadReport(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor of a file as a contiguous part of a tensor of the model, from element `low` on."""
-
-    name: str
-    shape: tuple[int, ...]
-    low: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Held:
     """A tensor of the model.
 
     Attributes:
         names: all of them, where it is tied.
         tensor: the parameter or buffer.
+        num_experts: of its layer, where it belongs to one expert of an `ExpertList`; else 0.
     """
 
     names: list[str]
     tensor: Tensor
+    num_experts: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @contextmanager
+    def pinned(self, write: bool = False) -> Iterator[None]:
+        """Its values are there meanwhile, also where they live in pages."""
+        group = getattr(self.tensor, "_group", None)
+        if group is None or group.runtime is None:  # of a model that is being paged: pinned
+            yield
+            return
+        with group.runtime.resident([group], write=write):
+            yield
 
     def span(self) -> tuple[Tensor, int]:
         """(this rank's elements, the first one's place in the whole tensor)."""
@@ -116,7 +118,7 @@ def load_safetensors(
     call it, and all raise if one does.
 
     Args:
-        model: sharded by `fully_shard` (odc's or torch's with `Shard(0)`), or a plain one.
+        model: sharded by `fully_shard` (odc's or torch's with `Shard(0)`), a paged or a plain one.
         folder: holds `model.safetensors`, or the index of several files; or one such file.
         strict: names of one side only are an error.
 
@@ -127,28 +129,40 @@ def load_safetensors(
         CheckpointError: lists all tensors that are missing, unexpected or of another shape; or a
             file is damaged. The model is unchanged then, unless a file ends while it is read.
     """
-    held = _tensors_of(model)
+    held = tensors_of(model)
 
     def prepare() -> tuple[list[tuple[Held, list[tuple[Piece, Entry]]]], LoadReport]:
         entries = read_entries(find_files(Path(folder)))
-        return _match(model, held, entries, strict, str(folder))
+        metas = [one.names[0] for one in held if one.tensor.is_meta]
+        return match(model, held, entries, strict, str(folder), metas)
 
     matched, report = _together(prepare)
 
     def read() -> None:
         for one, pieces in matched:
-            _load_one(one, pieces)
+            with one.pinned(write=True):
+                load_one(one, pieces)
 
     _together(read)
     return report
 
 
-def _match(
-    model: nn.Module, held: list[Held], entries: dict[str, Entry], strict: bool, folder: str
+def match(
+    model: nn.Module,
+    held: list[Held],
+    entries: dict[str, Entry],
+    strict: bool,
+    folder: str,
+    metas: Sequence[str] = (),
 ) -> tuple[list[tuple[Held, list[tuple[Piece, Entry]]]], LoadReport]:
+    """Finds for every tensor of a model where its elements lie; `metas` are refused.
+
+    Raises:
+        CheckpointError: lists all that does not fit.
+    """
     found = []
     used: set[str] = set()
-    missing, shapes, metas = [], [], []
+    missing, shapes = [], []
     for one in held:
         pieces = _pieces_in(one, entries)
         if pieces is None:
@@ -160,7 +174,6 @@ def _match(
             for piece in pieces
             if entries[piece.name].shape != piece.shape
         ]
-        metas += [one.names[0]] if one.tensor.is_meta else []
         found.append((one, [(piece, entries[piece.name]) for piece in pieces]))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = [
@@ -186,51 +199,20 @@ def _match(
 def _pieces_in(one: Held, entries: dict[str, Entry]) -> list[Piece] | None:
     """The file's tensors that make up one of the model; `None` if it lacks some."""
     for name in one.names:
-        if name in entries:
-            return [Piece(name, tuple(one.tensor.shape))]
-        for scheme in APART:
-            pieces = split_experts(name, tuple(one.tensor.shape), scheme)
-            if pieces and all(piece.name in entries for piece in pieces):
+        for pieces in forms(name, one.shape, one.num_experts):
+            if all(piece.name in entries for piece in pieces):
                 return pieces
     return None
 
 
-def split_experts(
-    name: str, shape: tuple[int, ...], scheme: tuple[str, str, str, str]
-) -> list[Piece]:
-    """The matrices of a fused `experts.gate_up_proj` or `experts.down_proj`; else nothing."""
-    stem, _, last = name.rpartition(".")
-    if (
-        len(shape) != 3
-        or not stem.endswith(".experts")
-        or last not in ("gate_up_proj", "down_proj")
-    ):
-        return []
-    *gate_up, down, block = scheme
-    parts = gate_up if last == "gate_up_proj" else [down]
-    rows, rest = divmod(shape[1], len(parts))
-    if rest:
-        return []
-    stem = re.sub(r"\.mlp\.experts$", f".{block}.experts", stem)
-    numel = rows * shape[2]
-    return [
-        Piece(
-            f"{stem}.{expert}.{part}.weight",
-            (rows, shape[2]),
-            (expert * len(parts) + number) * numel,
-        )
-        for expert in range(shape[0])
-        for number, part in enumerate(parts)
-    ]
-
-
-def _load_one(one: Held, pieces: list[tuple[Piece, Entry]]) -> None:
+def load_one(one: Held, pieces: list[tuple[Piece, Entry]]) -> None:
+    """Reads this rank's span of a tensor from its pieces."""
     local, low = one.span()
     flat = local.view(-1) if local.is_contiguous() else local.new_empty(local.numel())
     for piece, entry in pieces:
         first, last = _meet(piece, low, flat.numel())
         if first < last:
-            read_span(entry, first - piece.low, flat[first - low : last - low])
+            read_span(entry, piece.begin + first - piece.low, flat[first - low : last - low])
     if not local.is_contiguous():
         local.copy_(flat.view(local.shape))
     torch.autograd.graph.increment_version(local)
@@ -238,7 +220,7 @@ def _load_one(one: Held, pieces: list[tuple[Piece, Entry]]) -> None:
 
 def _meet(piece: Piece, low: int, numel: int) -> tuple[int, int]:
     """Elements [first, last) of the model's tensor that are in a piece and in a span."""
-    return max(low, piece.low), min(low + numel, piece.low + math.prod(piece.shape))
+    return max(low, piece.low), min(low + numel, piece.low + piece.numel)
 
 
 # -- saving --------------------------------------------------------------------------------------
@@ -250,6 +232,8 @@ def save_safetensors(
     *,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    dtype: torch.dtype | None = None,
+    beside: Sequence[Path] = (),
 ) -> None:
     """Writes a folder that transformers loads; every rank writes its own spans.
 
@@ -262,6 +246,8 @@ def save_safetensors(
         folder: new or empty, unless `overwrite`.
         max_shard_size: of a file; a larger tensor gets a file of its own.
         overwrite: exchange the weights of a folder that is there; its other files are kept.
+        dtype: of floating-point tensors in the files; by default the model's.
+        beside: other files to copy into the folder.
 
     Raises:
         CheckpointError: the folder is not empty, is not shared by all ranks, or a tensor lies on
@@ -270,20 +256,20 @@ def save_safetensors(
     target = Path(folder).absolute()
     partial = target.parent / f".{target.name}.partial"
     limit = parse_size(max_shard_size)
-    held = _tensors_of(model)
-    pieces = [
-        _pieces_of(one, getattr(getattr(model, "config", None), "model_type", "")) for one in held
-    ]
+    held = tensors_of(model)
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    pieces = [form_of(one.names[0], one.shape, one.num_experts, model_type) for one in held]
 
     def plan() -> list[Any]:
         _check_saving(held)
-        return _lay_out(held, pieces, partial, limit)
+        return _lay_out(held, pieces, partial, limit, dtype)
 
     layouts = _together(plan)
 
     def begin() -> None:
         if _rank() == 0:
-            _begin(model, target, partial, overwrite)
+            _begin(target, partial, overwrite, beside)
+            _write_config(model, partial, dtype)
             for layout in layouts:
                 layout.create()
             _write_index(partial, layouts)
@@ -308,51 +294,54 @@ def _check_saving(held: list[Held]) -> None:
             )
 
 
-def _pieces_of(one: Held, model_type: str) -> list[Piece]:
-    shape = tuple(one.tensor.shape)
-    scheme = APART_OF.get(model_type)
-    apart = split_experts(one.names[0], shape, scheme) if scheme else []
-    return apart or [Piece(one.names[0], shape)]
-
-
-def _lay_out(held: list[Held], pieces: list[list[Piece]], folder: Path, limit: int) -> list[Any]:
+def _lay_out(
+    held: list[Held],
+    pieces: list[list[Piece]],
+    folder: Path,
+    limit: int,
+    dtype: torch.dtype | None,
+) -> list[Any]:
     """Fills files in the order of the model."""
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for one, parts in zip(held, pieces, strict=True):
+        own = one.tensor.dtype
+        kept = own if dtype is None or not own.is_floating_point else dtype
+        for piece in parts:
+            tensors[piece.name] = kept, piece.shape
     files: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     used = 0
-    for one, parts in zip(held, pieces, strict=True):
-        for piece in parts:
-            num_bytes = math.prod(piece.shape) * one.tensor.dtype.itemsize
-            if files[-1] and used + num_bytes > limit:
-                files.append({})
-                used = 0
-            files[-1][piece.name] = (one.tensor.dtype, piece.shape)
-            used += num_bytes
+    for name, (kept, shape) in tensors.items():
+        num_bytes = math.prod(shape) * kept.itemsize
+        if files[-1] and used + num_bytes > limit:
+            files.append({})
+            used = 0
+        files[-1][name] = kept, shape
+        used += num_bytes
     count = len(files)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     names = [SINGLE] if count == 1 else names
-    return [lay_out(folder / name, tensors) for name, tensors in zip(names, files, strict=True)]
+    return [lay_out(folder / name, inside) for name, inside in zip(names, files, strict=True)]
 
 
-def _begin(model: nn.Module, target: Path, partial: Path, overwrite: bool) -> None:
+def _begin(target: Path, partial: Path, overwrite: bool, beside: Sequence[Path]) -> None:
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
         raise CheckpointError(f"{target} exists and is not empty; pass overwrite=True, or another")
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
     partial.mkdir(parents=True)
-    for kept in target.iterdir() if target.is_dir() else ():
+    for kept in (*(target.iterdir() if target.is_dir() else ()), *beside):
         if not re.fullmatch(r"model.*\.safetensors(\.index\.json)?", kept.name):
             copy_one = shutil.copytree if kept.is_dir() else shutil.copy2
             copy_one(kept, partial / kept.name)
-    _write_config(model, partial)
 
 
-def _write_config(model: nn.Module, folder: Path) -> None:
+def _write_config(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
     for name in ("config", "generation_config"):
         config: Any = copy.deepcopy(getattr(model, name, None))
         if not callable(getattr(config, "save_pretrained", None)):
             continue
         if name == "config":
             config.architectures = [_class(model)]
-            dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+            dtypes = {dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
             if len(dtypes) == 1:
                 config.dtype = str(dtypes.pop()).removeprefix("torch.")
         config.save_pretrained(folder)
@@ -388,13 +377,15 @@ def _write_file(
             inside = [piece for piece in parts if piece.name in entries]
             if not inside or not one.is_mine():
                 continue
-            local, low = one.span()
-            flat = local.reshape(-1)
-            for piece in inside:
-                first, last = _meet(piece, low, flat.numel())
-                if first < last:
-                    span = flat[first - low : last - low]
-                    write_span(file, entries[piece.name], first - piece.low, span)
+            with one.pinned():
+                local, low = one.span()
+                flat = local.reshape(-1)
+                for piece in inside:
+                    first, last = _meet(piece, low, flat.numel())
+                    if first < last:
+                        span = flat[first - low : last - low]
+                        at = piece.begin + first - piece.low
+                        write_span(file, entries[piece.name], at, span)
         os.fsync(file)
     finally:
         os.close(file)
@@ -415,15 +406,22 @@ def _publish(target: Path, partial: Path) -> None:
 # -- models and ranks ----------------------------------------------------------------------------
 
 
-def _tensors_of(model: nn.Module) -> list[Held]:
+def tensors_of(model: nn.Module) -> list[Held]:
     """Parameters and persistent buffers, each once, in the order of the modules."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    experts = {
+        id(tensor): len(module)
+        for module in model.modules()
+        if isinstance(module, ExpertList)
+        for tensor in module.parameters()
+    }
     found: dict[int, Held] = {}
     for name, tensor in _named(model):
-        found.setdefault(id(tensor), Held([], tensor)).names.append(name)
+        one = found.setdefault(id(tensor), Held([], tensor, experts.get(id(tensor), 0)))
+        one.names.append(name)
     return list(found.values())
 
 
@@ -436,9 +434,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _class(model: nn.Module) -> str:
-    """The name that the model's class had before it was sharded."""
+    """The name that the model's class had before it was sharded or paged."""
     own = type(model)
-    return own.__mro__[2].__name__ if isinstance(model, FSDPModule) else own.__name__
+    changed = isinstance(model, FSDPModule | PagedModule)
+    return own.__mro__[2].__name__ if changed else own.__name__
 
 
 def _rank() -> int:

@@ -215,13 +215,14 @@ def write_span(file: int, entry: Entry, low: int, span: Tensor) -> None:
 
     Args:
         file: a descriptor.
-        entry: the tensor, of `span`'s dtype.
+        entry: the tensor.
         low: its first element.
-        span: 1-D and contiguous; from another device it travels in chunks.
+        span: 1-D and contiguous; of another device or dtype it travels in chunks.
     """
-    step = span.numel() if span.device.type == "cpu" else CHUNK_BYTES // entry.dtype.itemsize
+    straight = span.device.type == "cpu" and span.dtype == entry.dtype
+    step = span.numel() if straight else CHUNK_BYTES // entry.dtype.itemsize
     for start in range(0, span.numel(), max(step, 1)):
-        view = _bytes_of(span[start : start + step].cpu())
+        view = _bytes_of(span[start : start + step].to("cpu", entry.dtype))
         at = entry.begin + (low + start) * entry.dtype.itemsize
         while view:
             count = os.pwrite(file, view, at)

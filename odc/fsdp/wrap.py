@@ -152,8 +152,8 @@ def _walk_list(
 ) -> None:
     """The children of a container are units; those of a container in it as well."""
     named = [(name, child) for name, child in children._modules.items() if child is not None]
-    free = hasattr(owner, "expert_order") and getattr(owner, "experts", None) is children
-    free = free and all(_has_forward(child) for _, child in named)
+    asks = _who_orders(owner, children)
+    free = asks is not None and all(_has_forward(child) for _, child in named)
     members: list[Unit] = []
     for index, (name, child) in enumerate(named):
         child_fqn = f"{fqn}.{name}"
@@ -168,8 +168,16 @@ def _walk_list(
         members.append(unit)
         if not free:
             _walk(child, unit.fqn, [unit, *parents], unit.layer, units, sets)
-    if free:
-        sets.append(ExpertSet(owner, members))
+    if free and asks is not None:
+        sets.append(ExpertSet(asks, members))
+
+
+def _who_orders(owner: nn.Module, children: nn.Module) -> nn.Module | None:
+    """The module whose ``expert_order`` says in which order ``children`` run, if there is one."""
+    if hasattr(children, "expert_order"):
+        return children
+    asks = hasattr(owner, "expert_order") and getattr(owner, "experts", None) is children
+    return owner if asks else None
 
 
 def _own(model: nn.Module, units: list[Unit]) -> None:
