@@ -21,6 +21,9 @@ _EXPORTS = {
     "register_fsdp_forward_method": "odc.fsdp.fully_shard",
     "load_safetensors": "odc.fsdp.interop",
     "save_safetensors": "odc.fsdp.interop",
+    "from_pretrained": "odc.train.pretrained",
+    "save_pretrained": "odc.train.pretrained",
+    "describe_model": "odc.train.pretrained",
     "OdcError": "odc.errors",
     "AbsentParameterError": "odc.errors",
     "BudgetError": "odc.errors",
@@ -43,10 +46,13 @@ __all__ = [
     "__version__",
     "checkpoint_layers",
     "chunked_cross_entropy",
+    "describe_model",
+    "from_pretrained",
     "fully_shard",
     "load_safetensors",
     "paged",
     "register_fsdp_forward_method",
+    "save_pretrained",
     "save_safetensors",
 ]
 
@@ -71,6 +77,7 @@ if TYPE_CHECKING:
     )
     from odc.fsdp.interop import load_safetensors, save_safetensors
     from odc.fsdp.paged import PagedModule, paged
+    from odc.train.pretrained import describe_model, from_pretrained, save_pretrained
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ examples:
 """
 
 # A run's own policy may need what is not there any more (a trace, a predictor).
-_POLICY = {
+POLICY = {
     "memory.predictor": "none",
     "memory.predictor_path": None,
     "memory.oracle_trace": None,
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     sampling = _sampling(args)
     source = checkpoint.find(args.run_dir)
-    config, _ = load_config(args.run_dir / "config.yaml", _POLICY)
+    config, _ = load_config(args.run_dir / "config.yaml", POLICY)
     prepare_process(config)
     task = make_task(config)
     memory = make_memory(config)

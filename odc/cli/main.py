@@ -15,6 +15,7 @@ from odc.cli import (
     demo,
     doctor,
     exits,
+    export,
     fit,
     generate,
     plan,
@@ -38,6 +39,7 @@ COMMANDS = (
     bench,
     doctor,
     generate,
+    export,
 )
 
 _EPILOG = """\

@@ -210,5 +210,10 @@ def _tensors(args: argparse.Namespace) -> list["TensorSpec"]:
 
     overrides = [word for word in args.words if "=" in word]
     config, _ = load_config(config_path(names[0]), overrides)
-    shapes = model_shapes(config.model, config.data.vocab_size)
+    if config.model.path is not None:
+        from odc.train.pretrained import describe_model
+
+        shapes = dict(describe_model(config.model.path).shapes)
+    else:
+        shapes = model_shapes(config.model, config.data.vocab_size)
     return [TensorSpec(fqn, tuple(shape), "float32") for fqn, shape in shapes.items()]

@@ -34,6 +34,7 @@ class Expert(nn.Module):
         index: which of them.
     """
 
+    _gate: Callable[[Tensor], Tensor]
     gate_up_proj: nn.Parameter  # (2I, H), or (H, 2I) where transposed
     down_proj: nn.Parameter  # (H, I), or (I, H)
     gate_up_proj_bias: nn.Parameter | None  # (2I,)

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from odc.errors import CheckpointError
-from odc.fsdp.expert_list import ExpertList
 from odc.fsdp.fsdp_module import FSDPModule
 from odc.fsdp.paged import PagedModule
 from odc.fsdp.ragged_shard import axis_placements, own_rank, spans_of
@@ -44,7 +43,7 @@ from odc.fsdp.safetensors_file import (
     read_span,
     write_span,
 )
-from odc.fsdp.tensor_names import Piece, form_of, forms
+from odc.fsdp.tensor_names import Piece, form_of, forms, num_experts_of
 from odc.sizes import parse_size
 
 T = TypeVar("T")
@@ -412,12 +411,7 @@ def tensors_of(model: nn.Module) -> list[Held]:
         if isinstance(module, FSDPModule):
             module.reshard()
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    experts = {
-        id(tensor): len(module)
-        for module in model.modules()
-        if isinstance(module, ExpertList)
-        for tensor in module.parameters()
-    }
+    experts = num_experts_of(model)
     found: dict[int, Held] = {}
     for name, tensor in _named(model):
         one = found.setdefault(id(tensor), Held([], tensor, experts.get(id(tensor), 0)))

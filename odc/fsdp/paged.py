@@ -21,6 +21,7 @@ from odc.fsdp.hooks import UnitHooks
 from odc.fsdp.optimizer import NUM_MOMENTS, PagedAdamW, check_options
 from odc.fsdp.parameter import PagedParameter, _refuse_copy
 from odc.fsdp.runtime import Runtime
+from odc.fsdp.tensor_names import authors_pieces, put, take
 from odc.fsdp.wrap import ExpertSet, Unit, check_modules, find_units
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.manager import MemoryManager
@@ -110,15 +111,23 @@ class PagedModule(nn.Module):
         self._odc_runtime.forget_gradients()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Copies of all parameters and buffers, as large as the model is."""
+        """Copies of all parameters and buffers, as large as the model is.
+
+        Experts that ``odc.from_pretrained`` took apart are named as the model's authors did.
+        """
         state = super().state_dict(*args, **{**kwargs, "keep_vars": True})
+        pieces = authors_pieces(self, state)
         copies: dict[int, torch.Tensor] = {}
         for group in self._odc_runtime.groups:
             values = self._odc_runtime.copy_out(group, Kind.PARAMETER)
             copies.update(zip(map(id, group.parameters), values, strict=True))
-        for name, value in state.items():
+        for name in list(state):
+            value = state.pop(name)
             if isinstance(value, torch.Tensor):
-                state[name] = copies[id(value)] if id(value) in copies else value.detach()
+                copy = copies.get(id(value))
+                put(state, pieces[name], value.detach() if copy is None else copy)
+            else:
+                state[name] = value
         return state
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -157,7 +166,8 @@ class PagedModule(nn.Module):
         """
         if assign:
             raise ValueError("assign=True would leave the pages; use assign=False")
-        own = set(super().state_dict(keep_vars=True))
+        pieces = authors_pieces(self, super().state_dict(keep_vars=True))
+        own = {piece.name for parts in pieces.values() for piece in parts}
         missing, unexpected = sorted(own - set(state_dict)), sorted(set(state_dict) - own)
         if strict and (missing or unexpected):
             raise RuntimeError(f"state_dict: missing {missing}, unexpected {unexpected}")
@@ -167,11 +177,9 @@ class PagedModule(nn.Module):
                 with runtime.resident([group], write=True):
                     for parameter in group.parameters:
                         for name in names[id(parameter)]:
-                            if name in state_dict:
-                                _copy(name, parameter, state_dict[name])
+                            take(state_dict, pieces[name], parameter)
             for name, buffer in self.named_buffers():
-                if name in state_dict:
-                    _copy(name, buffer, state_dict[name])
+                take(state_dict, pieces.get(name, []), buffer)
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def close(self) -> None:
@@ -179,15 +187,6 @@ class PagedModule(nn.Module):
         self._odc_runtime.manager.close()
         for unit in self._odc_runtime.units:
             unit.unhook_parameters()
-
-
-def _copy(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-    if target.shape != value.shape:
-        raise RuntimeError(
-            f"state_dict: {name} has shape {tuple(value.shape)}, the model's is "
-            f"{tuple(target.shape)}"
-        )
-    target.copy_(value)
 
 
 def paged(

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from odc.fsdp.expert_list import PARAMETERS
+from torch import Tensor, nn
+
+from odc.fsdp.expert_list import PARAMETERS, ExpertList
 
 # What experts are called on disk: (gate, up, down), and what the block around them is called.
 Scheme = tuple[str, str, str, str]
@@ -125,3 +129,63 @@ def _renamed(name: str, shape: tuple[int, ...]) -> list[list[Piece]]:
     if ".mlp." not in name or ".experts." in name:
         return []
     return [[Piece.whole(name.replace(".mlp.", f".{APART[1][-1]}."), shape)]]
+
+
+# -- state dicts ---------------------------------------------------------------------------------
+
+
+def num_experts_of(model: nn.Module) -> dict[int, int]:
+    """By id of each parameter that belongs to one expert alone: the experts of its layer."""
+    lists = [module for module in model.modules() if isinstance(module, ExpertList)]
+    return {id(tensor): len(experts) for experts in lists for tensor in experts.parameters()}
+
+
+def authors_pieces(model: nn.Module, state: Mapping[str, Any]) -> dict[str, list[Piece]]:
+    """What a model's authors call each tensor of its state dict, made with `keep_vars=True`.
+
+    Nothing is called otherwise where no expert is a module of its own.
+    """
+    experts = num_experts_of(model)
+    model_type = getattr(getattr(model, "config", None), "model_type", "") if experts else ""
+    return {
+        name: form_of(name, tuple(tensor.shape), experts.get(id(tensor), 0), model_type)
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def put(state: dict[str, Any], pieces: list[Piece], tensor: Tensor) -> None:
+    """Enters a tensor of the model into a state dict by its authors' names."""
+    for piece in pieces:
+        if piece.shape == tuple(tensor.shape):
+            state[piece.name] = tensor
+            continue
+        part = tensor.reshape(-1)[piece.low : piece.low + piece.numel]
+        if piece.numel == math.prod(piece.shape):
+            state[piece.name] = part.view(piece.shape)
+            continue
+        if piece.name not in state:
+            state[piece.name] = tensor.new_empty(piece.shape)
+        state[piece.name].view(-1)[piece.begin : piece.begin + piece.numel] = part
+
+
+def take(state: Mapping[str, Any], pieces: list[Piece], target: Tensor) -> None:
+    """Copies a tensor of the model out of a state dict; what it lacks stays.
+
+    Raises:
+        RuntimeError: an entry has another shape.
+    """
+    for piece in pieces:
+        value = state.get(piece.name)
+        if value is None:
+            continue
+        if tuple(value.shape) != piece.shape:
+            raise RuntimeError(
+                f"state_dict: {piece.name} has shape {tuple(value.shape)}, the model's is "
+                f"{piece.shape}"
+            )
+        if piece.shape == tuple(target.shape):
+            target.copy_(value)
+            continue
+        span = value.reshape(-1)[piece.begin : piece.begin + piece.numel]
+        target.view(-1)[piece.low : piece.low + piece.numel] = span

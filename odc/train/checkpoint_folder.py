@@ -33,7 +33,7 @@ FORMAT = "odc-checkpoint/1"
 HEADER = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{6,})")
 # What may differ between a checkpoint's model and the one that goes on from it.
-_FREE_MODEL_KEYS = {"init_std", "balance_coef", "router_z_coef"}
+_FREE_MODEL_KEYS = {"path", "init_std", "balance_coef", "router_z_coef"}
 
 
 class CheckpointWriteError(OdcError, RuntimeError):
@@ -100,6 +100,20 @@ def read_step(path: Path) -> int:
         CheckpointError: It is damaged.
     """
     return int(read_header(path)["step"])
+
+
+def identity_in(path: Path, model: nn.Module) -> Identity:
+    """Returns the identity that a checkpoint has of itself, for whatever corpus `model` is of.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    header = read_header(path)
+    return Identity(
+        structure_hash=structure_hash(model),
+        corpus_hash=header["corpus_hash"],
+        model=header["model"],
+    )
 
 
 def check_identity(path: Path, identity: Identity) -> None:

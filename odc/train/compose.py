@@ -74,43 +74,55 @@ def make_memory(config: Config, first_step: int = 0) -> MemoryManager:
 
 def make_model(
     config: Config, vocab_size: int, memory: MemoryManager
-) -> tuple[Transformer, PagedAdamW]:
+) -> tuple[nn.Module, PagedAdamW]:
     """Builds the model on the meta device and fills its pages group by group.
 
     Raises:
         BudgetError: A group does not fit the budget; says which would do.
+        CheckpointError: The folder in `model.path` has no weights, or others.
         PredictorMismatchError: The predictor was made for another model.
     """
     chosen = config.optimizer
     check_where(config)
+    reduced = config.train.dtype == "bfloat16"
+    options: dict[str, Any] = {
+        "param_groups": lambda paged_model: decay_groups(paged_model, chosen.weight_decay),
+        "update": chosen.update or ("backward" if chosen.max_grad_norm is None else "step"),
+        "accumulate": config.train.accumulate,
+        "max_grad_norm": chosen.max_grad_norm,
+        "where": chosen.where,
+        "master_weights": reduced,
+        "frozen_format": config.memory.frozen_format,
+        "activations": config.activations.mode,
+        "memory": memory,
+        "lr": chosen.lr,
+        "betas": tuple(chosen.betas),
+        "eps": chosen.eps,
+    }
+    if config.model.path is not None:
+        return _read_model(config, options)
     model = build_model(
         config.model,
         vocab_size,
         device="meta",
         loss_chunk=config.activations.loss_chunk,
     )
-    reduced = config.train.dtype == "bfloat16"
     if reduced:
         model.to(torch.bfloat16)
-    update = chosen.update or ("backward" if chosen.max_grad_norm is None else "step")
-    made, optimizer = paged(
-        model,
-        torch.optim.AdamW,
-        init=initializer(config.model, config.train.seed),
-        param_groups=lambda paged_model: decay_groups(paged_model, chosen.weight_decay),
-        update=update,
-        accumulate=config.train.accumulate,
-        max_grad_norm=chosen.max_grad_norm,
-        where=chosen.where,
-        master_weights=reduced,
-        frozen_format=config.memory.frozen_format,
-        activations=config.activations.mode,
-        memory=memory,
-        lr=chosen.lr,
-        betas=tuple(chosen.betas),
-        eps=chosen.eps,
-    )
+    init = initializer(config.model, config.train.seed)
+    made, optimizer = paged(model, torch.optim.AdamW, init=init, **options)
     assert optimizer is not None, "paged() returns an optimizer where it is given a class"
+    return made, optimizer
+
+
+def _read_model(config: Config, options: dict[str, Any]) -> tuple[nn.Module, PagedAdamW]:
+    """The model in `model.path`."""
+    from odc.train.pretrained import from_pretrained
+
+    assert config.model.path is not None, "the caller looked"
+    dtype = getattr(torch, config.train.dtype)
+    made, optimizer = from_pretrained(config.model.path, torch.optim.AdamW, dtype=dtype, **options)
+    assert optimizer is not None, "it returns an optimizer where it is given a class"
     return made, optimizer
 
 
@@ -199,9 +211,14 @@ def check_ranks(config: Config) -> None:
     """Refuses what is not combined with several ranks yet.
 
     Raises:
-        ConfigError: Memory is limited, updates are to run or activations to be moved home, or a
-            home format is named.
+        ConfigError: Memory is limited, updates are to run or activations to be moved home, a home
+            format is named, or the model is in a folder.
     """
+    if config.model.path is not None:
+        raise ConfigError(
+            "model.path: a Hugging Face model is trained by one rank here; train with one rank, or "
+            "shard it in a script of your own (odc.fully_shard and odc.load_safetensors)"
+        )
     if config.optimizer.where == "home" or config.train.dtype != "float32":
         raise ConfigError(
             f"optimizer.where {config.optimizer.where}, train.dtype {config.train.dtype}: updates "

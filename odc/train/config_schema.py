@@ -21,6 +21,11 @@ class ModelConfig(Section):
 
     heading: ClassVar[str] = "model"
 
+    path: str | None = setting(
+        None,
+        checks.optional(checks.text()),
+        "folder of a Hugging Face model, which says all else; null: a model of these keys",
+    )
     hidden_size: int = setting(256, checks.whole(2), "width of the residual stream")
     num_layers: int = setting(4, checks.whole(1), "decoder layers")
     num_heads: int = setting(4, checks.whole(1), "query heads of a layer")
@@ -84,6 +89,8 @@ class ModelConfig(Section):
 
     def problems(self) -> list[str]:
         """Returns what does not fit together in this section."""
+        if self.path is not None:
+            return self._path_problems()
         found = []
         if self.hidden_size % self.num_heads or self.head_size % 2:
             found.append(
@@ -101,6 +108,23 @@ class ModelConfig(Section):
                 f"allowed: at most model.num_experts {self.num_experts}"
             )
         return found
+
+    def is_inactive(self, name: str) -> bool:
+        """Returns whether a key is without effect: a folder says all that the others would."""
+        return self.path is not None and name != "path"
+
+    def _path_problems(self) -> list[str]:
+        changed = [
+            f"model.{name}"
+            for name, field in self.fields().items()
+            if name != "path" and getattr(self, name) != field.default
+        ]
+        if not changed:
+            return []
+        return [
+            f"{', '.join(changed)}: set beside model.path {self.path}, whose config.json says what "
+            "the model is; leave them out, or leave out model.path"
+        ]
 
 
 @dataclass(kw_only=True)

@@ -1,10 +1,11 @@
 """Generation token by token, with the keys and values of earlier positions kept."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from odc.train.kv_cache import KVCache
 from odc.train.models import Transformer
@@ -38,7 +39,7 @@ class Sampling:
 
 
 def generate(
-    model: Transformer,
+    model: nn.Module,
     prompt: Tensor,
     max_new_tokens: int,
     *,
@@ -48,7 +49,8 @@ def generate(
     """Continues a prompt.
 
     Args:
-        model: The model; in evaluation mode meanwhile.
+        model: A `Transformer`, or a causal language model of transformers; in evaluation mode
+            meanwhile.
         prompt: Token ids (B, T), T at least 1.
         max_new_tokens: Largest number of tokens to add.
         sampling: How to draw; `None` takes the most probable token.
@@ -63,7 +65,7 @@ def generate(
 
 
 def stream(
-    model: Transformer,
+    model: nn.Module,
     prompt: Tensor,
     max_new_tokens: int,
     *,
@@ -79,16 +81,11 @@ def stream(
     if sampling is not None:
         generator = torch.Generator(device=prompt.device).manual_seed(sampling.seed)
     # The last token is never fed back, so that its keys and values need no place.
-    cache = KVCache(
-        model.config,
-        batch_size=prompt.size(0),
-        capacity=prompt.size(1) + max_new_tokens - 1,
-        like=model.embed.weight,
-    )
+    forward = _cached_forward(model, prompt.size(0), prompt.size(1) + max_new_tokens - 1)
     ended = torch.zeros(prompt.size(0), dtype=torch.bool, device=prompt.device)
     idx = prompt
     for _ in range(max_new_tokens):
-        token = _choose(_last_logits(model, idx, cache), sampling, generator)
+        token = _choose(_last_logits(model, forward, idx), sampling, generator)
         if stop_token is not None:
             token = torch.where(ended, stop_token, token)
             ended |= token == stop_token
@@ -98,13 +95,27 @@ def stream(
         idx = token.unsqueeze(1)
 
 
-def _last_logits(model: Transformer, idx: Tensor, cache: KVCache) -> Tensor:
+def _cached_forward(model: nn.Module, batch_size: int, capacity: int) -> Callable[[Tensor], Tensor]:
+    """A forward (B, T) -> (B, T, V) that remembers the positions it has seen."""
+    if isinstance(model, Transformer):
+        cache = KVCache(
+            model.config, batch_size=batch_size, capacity=capacity, like=model.embed.weight
+        )
+        return lambda idx: model(idx, cache=cache)
+    from transformers import DynamicCache
+
+    config: Any = model.config
+    theirs = DynamicCache(config=config)
+    return lambda idx: model(input_ids=idx, past_key_values=theirs, use_cache=True).logits
+
+
+def _last_logits(model: nn.Module, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
     """Sets evaluation mode for this call alone: a reader may train between two tokens."""
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            return model(idx, cache=cache)[:, -1].float()
+            return forward(idx)[:, -1].float()
     finally:
         model.train(was_training)
 

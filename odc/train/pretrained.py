@@ -1,6 +1,6 @@
 """Hugging Face models in pages: streamed in from a folder, trained, streamed out again.
 
-    model, opt = odc.from_pretrained(folder, torch.optim.AdamW, total_mem="2GB", home="disk", lr=1e-5)
+    model, opt = odc.from_pretrained(folder, total_mem="2GB", home="disk", lr=1e-5)
     ...
     odc.save_pretrained(model, "tuned")
 
@@ -12,7 +12,6 @@ inside the functions: it is an optional package.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -30,7 +29,7 @@ from odc.errors import CheckpointError, ConfigError
 from odc.fsdp.expert_list import ExpertList, unfuse_experts
 from odc.fsdp.interop import Held, load_one, match, save_safetensors, tensors_of
 from odc.fsdp.optimizer import PagedAdamW
-from odc.fsdp.paged import PagedModule, paged
+from odc.fsdp.paged import paged
 from odc.fsdp.safetensors_file import INDEX, SINGLE, Entry, find_files, read_entries
 from odc.fsdp.tensor_names import Piece
 from odc.sizes import format_bytes
@@ -122,9 +121,9 @@ def read_config(folder: str | os.PathLike[str]) -> Any:
     path = Path(folder).expanduser()
     if not (path / CONFIG).is_file():
         raise ConfigError(
-            f"{path}: expected the folder of a Hugging Face model, got "
-            f"{'a folder without ' + CONFIG if path.is_dir() else 'no folder'}; name one that holds "
-            f"{CONFIG} and *.safetensors (what save_pretrained writes)"
+            f"{path}: expected the folder of a Hugging Face model, found "
+            f"{'no ' + CONFIG + ' in it' if path.is_dir() else 'no folder'}; name one that holds "
+            f"{CONFIG} and *.safetensors, as save_pretrained writes it"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -243,16 +242,14 @@ def save_pretrained(
             "odc.save_safetensors writes the weights of any model"
         )
     source: Path | None = getattr(model, _SOURCE, None)
-    beside = {
-        f.name: f for pattern in _COMPANIONS for f in (source.glob(pattern) if source else ())
-    }
+    found = [file for pattern in _COMPANIONS for file in (source.glob(pattern) if source else ())]
     save_safetensors(
         model,
         folder,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         dtype=dtype,
-        beside=[file for file in beside.values() if file.is_file()],
+        beside=[file for file in dict.fromkeys(found) if file.is_file()],
     )
 
 
@@ -281,9 +278,8 @@ def read_weights(folder: Path) -> dict[str, Entry]:
         CheckpointError: there are none, or a file is damaged.
     """
     if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
-        others = sorted(
-            p.name for pattern in ("*.bin", "*.gguf", "*.pt") for p in folder.glob(pattern)
-        )
+        kinds = ("*.bin", "*.gguf", "*.pt")
+        others = sorted(path.name for kind in kinds for path in folder.glob(kind))
         raise CheckpointError(
             f"{folder} has a configuration but no weights: expected {SINGLE} or {INDEX}"
             + (f", found {', '.join(others[:3])}; save them as safetensors" if others else "")
@@ -347,24 +343,3 @@ def _tell_dtypes(matched: Matched, dtype: torch.dtype, folder: Path) -> None:
             f"{folder}: {sizes[0]} of {names[0]} become {sizes[1]} of {names[1]} in pages",
             stacklevel=3,
         )
-
-
-def tokenizer_file(folder: Path) -> Path | None:
-    """The folder's `tokenizer.json`, if it has one."""
-    path = folder / "tokenizer.json"
-    return path if path.is_file() else None
-
-
-def end_of_text(folder: Path) -> str | None:
-    """The token that ends a text, as the folder's tokenizer configuration names it."""
-    try:
-        told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    token = told.get("eos_token")
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def is_pretrained(model: nn.Module) -> bool:
-    """Whether a model came from `from_pretrained`."""
-    return isinstance(model, PagedModule) and hasattr(model, _SOURCE)

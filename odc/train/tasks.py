@@ -134,4 +134,8 @@ def make_task(config: Config, ranks: Ranks | None = None) -> Pretrain:
     """
     # The configuration accepts no other name, so that there is nothing to choose from yet.
     assert config.train.task == "pretrain", config.train.task
+    if config.model.path is not None:
+        from odc.train.pretrained_task import ContinuePretraining  # which builds upon this module
+
+        return ContinuePretraining(config, ranks=ranks)
     return Pretrain(config, ranks=ranks)

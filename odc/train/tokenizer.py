@@ -22,19 +22,24 @@ SAMPLE_CHARS = 4_000_000
 class Tokenizer:
     """Text to token ids and back."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, end_of_text: str = END_OF_TEXT) -> None:
         self._inner = inner
         # A document that spells the marker out means the characters, not the end of a text.
         self._inner.encode_special_tokens = True
-        marker = inner.token_to_id(END_OF_TEXT)
+        marker = inner.token_to_id(end_of_text)
         if marker is None:
-            raise DataError(f"the tokenizer has no {END_OF_TEXT} token; delete it to train anew")
+            raise DataError(f"the tokenizer has no {end_of_text} token; delete it to train anew")
         self.end_of_text: int = marker
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids; less than asked for where the corpus is too small for more."""
         return self._inner.get_vocab_size()
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of its file."""
+        return hashlib.sha256(self._inner.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without an end marker."""

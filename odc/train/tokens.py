@@ -76,25 +76,33 @@ class TokenData:
     evaluation: DocumentSet
 
 
-def load_tokens(config: DataConfig) -> TokenData:
+def load_tokens(config: DataConfig, given: Tokenizer | None = None) -> TokenData:
     """Reads the corpus and returns its tokens, from the cache where they were made before.
+
+    Args:
+        config: Which text, and how it is cut.
+        given: The tokenizer to use; learned from the corpus where there is none.
 
     Raises:
         DataError: The corpus cannot be read or the cache folder cannot be written.
     """
     corpus = load_corpus(config)
-    name = f"tokens-{corpus.hash[:24]}-{config.vocab_size}-v{TOKENS_VERSION}"
+    vocabulary = str(config.vocab_size) if given is None else given.hash[:24]
+    name = f"tokens-{corpus.hash[:24]}-{vocabulary}-v{TOKENS_VERSION}"
     folder = cache_dir(config) / name
-    parts = _read(folder)
+    parts = _read(folder, given)
     if parts is None:
-        _make(corpus, config.vocab_size, folder)
-        parts = _read(folder)
+        _make(corpus, config.vocab_size, folder, given)
+        parts = _read(folder, given)
     if parts is None:
         raise DataError(f"{folder} cannot be read back; delete it, or set ODC_CACHE_DIR elsewhere")
     tokenizer, tokens, rows = parts
     train, evaluation = _split(tokens, rows, config.eval_fraction)
+    trained_on = corpus.hash
+    if given is not None:
+        trained_on = hashlib.sha256((corpus.hash + given.hash).encode()).hexdigest()
     return TokenData(
-        tokenizer=tokenizer, corpus_hash=corpus.hash, train=train, evaluation=evaluation
+        tokenizer=tokenizer, corpus_hash=trained_on, train=train, evaluation=evaluation
     )
 
 
@@ -103,10 +111,10 @@ def cache_dir(config: DataConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_dir()
 
 
-def _read(folder: Path) -> tuple[Tokenizer, np.ndarray, np.ndarray] | None:
+def _read(folder: Path, given: Tokenizer | None) -> tuple[Tokenizer, np.ndarray, np.ndarray] | None:
     """Returns what the folder holds, or `None` where it is missing or damaged."""
     try:
-        tokenizer = Tokenizer.load(folder / "tokenizer.json")
+        tokenizer = given or Tokenizer.load(folder / "tokenizer.json")
         tokens = np.load(folder / "tokens.npy", mmap_mode="r")
         rows = np.load(folder / "documents.npy")
     except Exception as error:  # tokenizers raises the bare class for a file it cannot parse
@@ -120,11 +128,11 @@ def _read(folder: Path) -> tuple[Tokenizer, np.ndarray, np.ndarray] | None:
     return tokenizer, tokens, rows
 
 
-def _make(corpus: Corpus, vocab_size: int, folder: Path) -> None:
+def _make(corpus: Corpus, vocab_size: int, folder: Path, given: Tokenizer | None) -> None:
     documents = list(corpus.documents())
     if not documents:
         raise DataError("the corpus has no text; name other files in data.corpus")
-    tokenizer = train_tokenizer(documents, vocab_size)
+    tokenizer = given or train_tokenizer(documents, vocab_size)
     tokens, ends = _encode(documents, tokenizer)
     rows = np.empty(len(documents), dtype=_ROW)
     rows["end"] = ends

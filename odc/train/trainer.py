@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from odc.errors import CheckpointError, ConfigError
 from odc.fsdp.optimizer import PagedAdamW
@@ -33,7 +34,6 @@ from odc.train.checkpoint import Identity
 from odc.train.compose import make_memory, make_model, policy_name, prepare_process
 from odc.train.config import Config, dump_config
 from odc.train.divergence import diverged
-from odc.train.models import Transformer
 from odc.train.progress import Display
 from odc.train.ranks import current
 from odc.train.recorder import Recorder
@@ -121,7 +121,7 @@ class Trainer:
         source = self._begin(resume, start_from)
         self._threads = torch.get_num_threads(), sys.getswitchinterval()
         prepare_process(config)
-        self.model: Transformer
+        self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
         self._build(source, task)
         self.schedule = make_schedule(
