@@ -28,7 +28,7 @@ from odc.fsdp.safetensors_file import find_files, read_entries
 from odc.train.pretrained import describe_model
 from tests.train import hf_models
 
-OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
 
 
 @pytest.fixture(autouse=True)
