@@ -1,5 +1,6 @@
 """Generation token by token, with the keys and values of earlier positions kept."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,10 @@ def _cached_forward(model: nn.Module, batch_size: int, capacity: int) -> Callabl
 
     config: Any = model.config
     theirs = DynamicCache(config=config)
-    return lambda idx: model(input_ids=idx, past_key_values=theirs, use_cache=True).logits
+    # its name before transformers 5.24
+    known = "cache" in inspect.signature(type(model).forward).parameters
+    option = {"cache" if known else "past_key_values": theirs}
+    return lambda idx: model(input_ids=idx, use_cache=True, **option).logits
 
 
 def _last_logits(model: nn.Module, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
