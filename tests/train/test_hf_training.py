@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import odc
 from odc.cli.main import main
+from odc.errors import CheckpointError
 from odc.train.compose import decay_groups
 from odc.train.config import Config, load_config
 from odc.train.corpus import load_corpus
@@ -35,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(folder: Path, corpus: dict[str, Path]) -> Make:
     def made(**overrides: object) -> Config:
         keys = {
+            **corpus,
             "model.path": str(folder),
             "train.steps": 4,
             "train.seq_len": 48,
@@ -43,10 +45,6 @@ def make(folder: Path, corpus: dict[str, Path]) -> Make:
             "memory.page_budget": "12MB",
             "memory.page_size": "2MB",
             "checkpoint.every": 2,
-            **{
-                key: [str(value)] if key == "data.corpus" else str(value)
-                for key, value in corpus.items()
-            },
         }
         return load_config(None, {**keys, **overrides})[0]
 
@@ -141,6 +139,6 @@ def test_what_does_not_go_together_is_refused(make, folder, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(odc.CheckpointError, match="a configuration but no weights"):
+    with pytest.raises(CheckpointError, match="a configuration but no weights"):
         train(make(**{"model.path": str(empty)}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
