@@ -18,6 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -209,6 +210,7 @@ def from_pretrained(
         generation = import_transformers().GenerationConfig
         made.generation_config = generation.from_pretrained(path, local_files_only=True)
     setattr(made, _SOURCE, path)
+    made.save_pretrained = partial(save_pretrained, made)  # transformers' own would hold it in full
     return made, opt
 
 

@@ -197,7 +197,7 @@ def test_what_lies_beside_the_weights_goes_along(folders, tmp_path):
         odc.save_pretrained(model, tmp_path / "saved")
         with pytest.raises(odc.OdcError, match="is not empty"):
             odc.save_pretrained(model, tmp_path / "saved")
-        odc.save_pretrained(model, tmp_path / "saved", overwrite=True)
+        model.save_pretrained(tmp_path / "saved", overwrite=True)
     assert sorted(os.listdir(tmp_path / "saved")) == [
         "config.json",
         "generation_config.json",
