@@ -205,6 +205,7 @@ def from_pretrained(
     model = build_on_meta(config, dtype, attn_implementation)
     matched = _match(model, entries, path)
     _tell_dtypes(matched, dtype, path)
+    made: Any
     made, opt = paged(model, optimizer, init=_Reader(matched), **options)
     if (path / GENERATION).is_file():
         generation = import_transformers().GenerationConfig
