@@ -99,6 +99,7 @@ def test_a_run_is_a_plain_loop_and_resumes_and_is_exported(make, folder, tmp_pat
     assert capsys.readouterr().out.strip() == text.rstrip("\ufffd").strip()
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_changes_nothing(make, tmp_path):
     train(make(**{"checkpoint.every": None, "train.steps": 2}), tmp_path / "plain")
     config = make(
