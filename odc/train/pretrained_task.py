@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from odc.errors import ConfigError, DataError
+from odc.fsdp.activations import wrap_forward
+from odc.fsdp.chunked_loss import chunked_cross_entropy
 from odc.train.config import Config
 from odc.train.models import IGNORE_INDEX
 from odc.train.pretrained import read_config
@@ -26,6 +30,8 @@ from odc.train.tokenizer import END_OF_TEXT, Tokenizer
 from odc.train.tokens import TokenData, load_tokens
 
 TOKENIZER = "tokenizer.json"
+# Keys of models that change the logits of their head.
+_SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SMALLEST = 258  # token ids: the bytes, an end marker and one more
 
@@ -53,6 +59,13 @@ class ContinuePretraining(Pretrain):
                 f"positions of the model in {folder}"
             )
         super().__init__(config, _load_tokens(config, folder, model), ranks)
+        self._loss_chunk = config.activations.loss_chunk
+        scaled = [key for key in _SCALED if getattr(model, key, None) is not None]
+        if self._loss_chunk is not None and scaled:
+            raise ConfigError(
+                f"activations.loss_chunk: got {self._loss_chunk} for a model with {scaled[0]}, "
+                "which changes its logits behind the head; allowed: null"
+            )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns the mean cross-entropy.
@@ -61,13 +74,39 @@ class ContinuePretraining(Pretrain):
         for it (`output_router_logits`).
         """
         inputs, targets = batch
-        answer: Any = model(input_ids=inputs, use_cache=False)
-        logits = answer.logits.flatten(0, 1).float()
-        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX)
+        if self._loss_chunk is None:
+            answer: Any = model(input_ids=inputs, use_cache=False)
+            logits = answer.logits.flatten(0, 1).float()
+            loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX)
+        else:
+            with _head_gives_loss(model, targets, self._loss_chunk):
+                answer = model(input_ids=inputs, use_cache=False)
+            loss = answer.logits
         auxiliary = getattr(answer, "aux_loss", None)
         if model.training and isinstance(auxiliary, Tensor):
             loss = loss + model.config.router_aux_loss_coef * auxiliary  # type: ignore[union-attr, operator]
         return loss
+
+
+@contextmanager
+def _head_gives_loss(model: Any, targets: Tensor, chunk: int) -> Iterator[None]:
+    """What a model answers as its logits is its loss, without logits, meanwhile."""
+    head = model.get_output_embeddings()
+    before = head.__dict__.get("forward")
+
+    def loss(module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return chunked_cross_entropy(
+            args[0], module.weight, targets, module.bias, chunk=chunk, ignore_index=IGNORE_INDEX
+        )
+
+    wrap_forward(head, loss)
+    try:
+        yield
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
 
 
 def _load_tokens(config: Config, folder: Path, model: Any) -> TokenData:

@@ -100,13 +100,14 @@ def test_a_run_is_a_plain_loop_and_resumes_and_is_exported(make, folder, tmp_pat
 
 
 @pytest.mark.slow
-def test_activation_checkpointing_changes_nothing(make, tmp_path):
-    train(make(**{"checkpoint.every": None, "train.steps": 2}), tmp_path / "plain")
-    config = make(
-        **{"checkpoint.every": None, "train.steps": 2, "train.activation_checkpointing": True}
-    )
-    train(config, tmp_path / "recomputed")
-    assert losses(tmp_path / "plain") == losses(tmp_path / "recomputed")
+def test_activations_may_be_recomputed_or_moved_and_logits_left_out(make, tmp_path):
+    short = {"checkpoint.every": None, "train.steps": 2}
+    train(make(**short), tmp_path / "plain")
+    for mode in ("checkpoint", "offload"):
+        train(make(**short, **{"activations.mode": mode}), tmp_path / mode)
+        assert losses(tmp_path / mode) == losses(tmp_path / "plain")
+    train(make(**short, **{"activations.loss_chunk": 16}), tmp_path / "chunked")
+    assert losses(tmp_path / "chunked") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
 
 
 def test_the_tokenizer_of_the_folder_is_used(make, folder, tmp_path):
