@@ -80,7 +80,6 @@ CONFIGS: dict[str, tuple[type[Any], dict[str, Any]]] = {
         },
     ),
 }
-MOE = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 def write(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
