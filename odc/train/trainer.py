@@ -158,10 +158,15 @@ class Trainer:
         """What runs steps in layer-major order, where the configuration asks for it.
 
         Raises:
-            ConfigError: The task has a loss of its own.
+            ConfigError: The task has a loss of its own, or the model is read from a folder.
         """
         if self.config.accumulation.order != "layer_major":
             return None
+        if self.config.model.path is not None:
+            raise ConfigError(
+                "accumulation.order: got 'layer_major' with model.path; allowed: micro_major (in a "
+                "loop of your own odc.layer_major takes models of transformers)"
+            )
         if getattr(self.task.loss, "__func__", None) is not Pretrain.loss:
             raise ConfigError(
                 "accumulation.order: got 'layer_major', which runs the loss of the model behind "
