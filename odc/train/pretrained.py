@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -173,6 +173,7 @@ def from_pretrained(
     *,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
+    adapt: Callable[[nn.Module], object] | None = None,
     **options: Any,
 ) -> tuple[Any, PagedAdamW | None]:
     """Reads a Hugging Face model from a folder into pages, group by group.
@@ -187,6 +188,7 @@ def from_pretrained(
         optimizer: as `odc.paged` takes it; None for a model that is not trained.
         dtype: of parameters and moments; files of another one are converted on the way.
         attn_implementation: as transformers takes it (`sdpa`, `eager`).
+        adapt: called with the model on the meta device, before it is put into pages: `odc.lora`.
         **options: of `odc.paged`: `total_mem`, `page_budget`, `home`, `home_dir`, `lr`, ...
 
     Returns:
@@ -205,6 +207,8 @@ def from_pretrained(
     model = build_on_meta(config, dtype, attn_implementation)
     matched = _match(model, entries, path)
     _tell_dtypes(matched, dtype, path)
+    if adapt is not None:
+        adapt(model)
     made: Any
     made, opt = paged(model, optimizer, init=_Reader(matched), **options)
     if (path / GENERATION).is_file():
