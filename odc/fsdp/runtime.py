@@ -289,10 +289,16 @@ class Runtime(Passes):
     # -- experts ---------------------------------------------------------------------------------
 
     def order_experts(self, module: nn.Module, set_index: int) -> None:
-        """Give a mixture-of-experts module its ``expert_order``."""
+        """Give a mixture-of-experts module its ``expert_order``.
+
+        Experts that draw random numbers keep the order of plain PyTorch: each draw depends on
+        those before it.
+        """
+        draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
         def choose(members: list[int]) -> list[int]:
-            order = self.manager.open_set(set_index, members, self.forward_phase)
+            phase, free = self.forward_phase, not (draws and module.training)
+            order = self.manager.open_set(set_index, members, phase, resident_first=free)
             if self.sweep is not None:
                 self.sweep.note_members(set_index, order)
             return order

@@ -99,7 +99,7 @@ def make_model(
         "accumulate": config.train.accumulate,
         "max_grad_norm": chosen.max_grad_norm,
         "where": chosen.where,
-        "master_weights": reduced,
+        "master_weights": reduced and config.adapter.kind == "none",  # adapters are float32
         "frozen_format": config.memory.frozen_format,
         "activations": config.activations.mode,
         "memory": memory,
@@ -144,7 +144,8 @@ def check_where(config: Config) -> None:
         ConfigError: bfloat16 without updates at home, or updates at home without a budget.
     """
     where, memory = config.optimizer.where, config.memory
-    if config.train.dtype == "bfloat16" and where != "home":
+    trains_reduced = config.train.dtype == "bfloat16" and config.adapter.kind == "none"
+    if trains_reduced and where != "home":
         raise ConfigError(
             f"train.dtype: got bfloat16 with optimizer.where {where}; allowed: optimizer.where "
             "home (masters and moments in float32 live at home and are updated there), or "

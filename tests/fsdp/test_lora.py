@@ -32,6 +32,11 @@ CASES = {
     ),
     "tied head": ("tied", {"targets": ("o_proj", "head")}, 10),
     "experts": ("moe, checkpointed", {"targets": ("q_proj", "w1", "w2")}, 12),
+    "experts, dropout": (
+        "moe, checkpointed",
+        {"targets": ("q_proj", "w1", "w2"), "dropout": 0.3},
+        12,
+    ),
     "large adapters": ("dense", {"targets": "all-linear", "rank": 128}, 12),
 }
 
@@ -52,7 +57,7 @@ def cases_and_updates():
     """Each case with both updates; in the fast tier with one of them, and not the longest."""
     for number, case in enumerate(CASES):
         for turn, update in enumerate(("step", "backward")):
-            slow = number % 2 != turn or case == "experts"
+            slow = number % 2 != turn or case.startswith("experts")
             yield pytest.param(case, update, marks=(pytest.mark.slow,) if slow else ())
 
 
