@@ -1,6 +1,6 @@
 """LoRA over a base that streams through little memory: the scheduler against one layer at a time.
 
-    python benchmarks/lora_streamed.py [--layers 10] [--ratio 1.0]
+    python benchmarks/lora_streamed.py [--layers 8] [--ratio 1.0]
 
 "One layer at a time" keeps the adapters and one decoder layer on the device, loads each layer when
 it is needed and drops it for the next: `lru+none` in the least budget that trains the model. Beside
@@ -38,8 +38,8 @@ from odc.train.models import build_model, initializer
 from odc.train.run_dir import machine
 
 REPEATS = 9
-WARM_STEPS = 6
-STEPS = 2  # of one turn
+WARM_STEPS = 5
+STEPS = 1  # of one turn
 VOCAB = 512
 OPTIONS = {"rank": 8, "targets": ("q_proj", "v_proj")}
 BASELINE = "one layer at a time"
@@ -210,9 +210,9 @@ def write(contenders: list[Contender], facts: dict[str, float], line: str, args:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--ratio", type=float, default=1.0)
     args = parser.parse_args()
     prepare_process(load_config()[0])
