@@ -345,3 +345,10 @@ def test_parameters_only_are_needed_where_nothing_is_trained():
         odc.set_adapter(model, "b")
         assert not torch.equal(model(*batch(LOOP, 0, 0)), first)
     model.close()
+
+
+def test_a_loss_in_chunks_refuses_a_head_with_an_adapter():
+    model = odc.lora(models.build("dense"), targets=("head",))
+    model.loss_chunk = 4
+    with pytest.raises(ConfigError, match="the head has an adapter, and a loss in chunks"):
+        model(*batch(LOOP, 0, 0))

@@ -17,7 +17,7 @@ LORA = {"adapter.kind": "lora", "adapter.rank": 4, "checkpoint.every": 4, "train
 DROPOUT = {
     "adapter.dropout": 0.3,
     "adapter.targets": "all-linear",
-    "train.activation_checkpointing": True,
+    "activations.mode": "checkpoint",
     "train.accumulate": 2,
     "train.eval_every": 3,
 }
