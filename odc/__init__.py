@@ -20,6 +20,10 @@ _EXPORTS = {
     "FSDPModule": "odc.fsdp.fully_shard",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "register_fsdp_forward_method": "odc.fsdp.fully_shard",
+    "lora": "odc.fsdp.lora",
+    "set_adapter": "odc.fsdp.lora",
+    "load_adapter": "odc.fsdp.lora_files",
+    "save_adapter": "odc.fsdp.lora_files",
     "load_safetensors": "odc.fsdp.interop",
     "save_safetensors": "odc.fsdp.interop",
     "from_pretrained": "odc.train.pretrained",
@@ -51,11 +55,15 @@ __all__ = [
     "from_pretrained",
     "fully_shard",
     "layer_major",
+    "load_adapter",
     "load_safetensors",
+    "lora",
     "paged",
     "register_fsdp_forward_method",
+    "save_adapter",
     "save_pretrained",
     "save_safetensors",
+    "set_adapter",
 ]
 
 if TYPE_CHECKING:
@@ -79,6 +87,8 @@ if TYPE_CHECKING:
     )
     from odc.fsdp.interop import load_safetensors, save_safetensors
     from odc.fsdp.layer_major import layer_major
+    from odc.fsdp.lora import lora, set_adapter
+    from odc.fsdp.lora_files import load_adapter, save_adapter
     from odc.fsdp.paged import PagedModule, paged
     from odc.train.pretrained import describe_model, from_pretrained, save_pretrained
 

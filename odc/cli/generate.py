@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from odc.train import checkpoint
+    from odc.train.adapters import identity_of
     from odc.train.compose import make_memory, make_model, prepare_process
     from odc.train.config import load_config
     from odc.train.generate import stream
@@ -61,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     task = make_task(config)
     memory = make_memory(config)
     try:
-        model, optimizer = make_model(config, task.vocab_size, memory)
-        identity = checkpoint.Identity.of(model, config.model, task.corpus_hash)
+        model, optimizer = make_model(config, task.vocab_size, memory, fresh=False)
+        adapter = identity_of(model, config.adapter)
+        identity = checkpoint.Identity.of(model, config.model, task.corpus_hash, adapter)
         checkpoint.load(source, model, optimizer, identity)
         ids = task.tokenizer.encode(args.prompt) or [task.tokenizer.end_of_text]
         new: list[int] = []

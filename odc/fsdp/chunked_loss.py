@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from odc.errors import ConfigError
 from odc.fsdp.activations import Around, wrap_forward
+from odc.fsdp.lora import LoraLinear
 from odc.fsdp.parameter import PagedParameter
 
 VOCAB_CHUNK = 8192  # with 1024 tokens a block of 32 MiB in float32
@@ -64,6 +65,11 @@ def chunked_cross_entropy(
     for name, value in (("chunk", chunk), ("vocab_chunk", vocab_chunk)):
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if isinstance(weight, LoraLinear):
+        raise ConfigError(
+            "the head has an adapter, and a loss in chunks reads its weight alone; name other "
+            "targets for the adapter, or compute the loss whole (activations.loss_chunk=null)"
+        )
     if isinstance(weight, nn.Module):
         options = {"chunk": chunk, "vocab_chunk": vocab_chunk, "ignore_index": ignore_index}
         with loss_in_head(weight, targets, **options):

@@ -23,15 +23,13 @@ from odc.fsdp.parameter import (
     set_plain_grad,
     take_autograd_grad,
 )
-from odc.fsdp.wrap import Place, Unit
+from odc.fsdp.wrap import ALIGNMENT, Place, Unit
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.manager import Buffers, MemoryManager
 from odc.memory.pages import GroupSpec
 
 if TYPE_CHECKING:
     from odc.fsdp.runtime import Runtime
-
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +87,10 @@ class GroupLayout:
         at_home: whether moments stay at home, where the group is then updated.
         masters: whether parameters of less than float32 have a value in float32 at home.
         frozen_format: how matrices lie at home if they are not trained; None: as they are.
+        in_set: whether it is the group that stands for an expert in the set of its layer.
+        name: for messages; that of the unit where it is empty.
+        adapter: the adapter that the parameters are; the group rests while another is active.
+        guests: other units that pin the group.
     """
 
     unit: Unit
@@ -97,6 +99,10 @@ class GroupLayout:
     at_home: bool = False
     masters: bool = False
     frozen_format: BlockFormat | None = None
+    in_set: bool = True
+    name: str = ""
+    adapter: str = ""
+    guests: list[Unit] = field(default_factory=list)
 
     @property
     def in_blocks(self) -> bool:
@@ -129,7 +135,9 @@ class ParamGroup:
         reduced = any(s.dtype.itemsize < 4 for s in self.slots)
         self.masters = layout.masters and at_home and reduced
         moments = num_moments + self.masters if trainable else 0
-        name = unit.fqn or "(root)"
+        self.adapter = layout.adapter
+        self.rests = False  # another adapter is active
+        name = layout.name or unit.fqn or "(root)"
         self.spec = GroupSpec(
             name if trainable else f"{name} (frozen)",
             num_bytes,
@@ -137,7 +145,7 @@ class ParamGroup:
             trainable,
             unit.layer,
             unit.expert,
-            unit.set_index if trainable else -1,
+            unit.set_index if layout.in_set else -1,
             at_home,
             2 if self.masters else 1,
         )
@@ -413,11 +421,12 @@ def num_elements(groups: list[ParamGroup]) -> int:
 
 @dataclass(slots=True)
 class UnitGroups:
-    """The groups of a unit: its own, and those of units it is tied to."""
+    """The groups of a unit: its own, and those that it shares with the units that own them."""
 
     own: list[ParamGroup] = field(default_factory=list)
     tied: list[ParamGroup] = field(default_factory=list)
 
     @property
     def all(self) -> list[ParamGroup]:
-        return [*self.own, *self.tied]
+        """Those that the unit pins."""
+        return [group for group in (*self.own, *self.tied) if not group.rests]

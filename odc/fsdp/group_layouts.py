@@ -7,6 +7,7 @@ from odc.fsdp.adamw import measure_update_rate
 from odc.fsdp.blocks import BlockFormat
 from odc.fsdp.group import GroupLayout
 from odc.fsdp.optimizer import NUM_MOMENTS
+from odc.fsdp.sides import find_sides, split
 from odc.fsdp.wrap import Unit
 from odc.memory.frames import FRAME_BYTES, frames_for
 from odc.memory.manager import MemoryManager
@@ -32,19 +33,28 @@ def check_where(where: str, master_weights: bool, optimizer: type | None) -> Non
 def lay_out_groups(
     units: list[Unit], train: bool, frozen_format: BlockFormat | None
 ) -> list[GroupLayout]:
-    """What becomes a group: the trainable parameters of a unit, and its frozen ones.
+    """What becomes a group: a unit's trainable parameters, its frozen ones, and small ones beside.
+
+    The first of a unit's groups stands for it where it is a member of a set.
 
     Args:
         units: of the model.
         train: whether anything is trained.
-        frozen_format: how matrices lie at home that are not trained; None: as they are.
+        frozen_format: how matrices of units lie at home that are not trained; None: as they are.
     """
     layouts = []
+    sides = find_sides(units, train, NUM_MOMENTS)
     for unit in units:
-        for trainable in (True, False):
-            places = [p for p in unit.owned if (p.parameter.requires_grad and train) == trainable]
-            if places:
-                layout = GroupLayout(unit, places, trainable, frozen_format=frozen_format)
+        own = [(t, places) for t, places in split(unit, train)[0].items() if places]
+        for number, (trainable, places) in enumerate(own):
+            layout = GroupLayout(unit, places, trainable, frozen_format=frozen_format)
+            layout.in_set = number == 0
+            layouts.append(layout)
+        for side in sides:
+            if side.hosts[0] is unit:
+                layout = GroupLayout(unit, side.places, side.trainable, in_set=False)
+                layout.name, layout.adapter = side.name, side.adapter
+                layout.guests = side.hosts[1:]
                 layouts.append(layout)
     return layouts
 

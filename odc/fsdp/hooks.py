@@ -117,13 +117,14 @@ class UnitHooks:
                 )
         runtime.finish_calls(after=call.end)
         runtime.calls.append(call)
-        self._enter(Event.PRE_BACKWARD, Phase.BACKWARD)
+        # those of its forward: another adapter may be active by now
+        self._enter(Event.PRE_BACKWARD, Phase.BACKWARD, [group for group, _ in call.versions])
 
     def done(self, call: Call) -> None:
         """Every node of ``call`` has run in this backward."""
         self.runtime.calls.remove(call)
         self.release()
-        for group in self.groups.all:
+        for group, _ in call.versions:
             self.runtime.settle(group)
 
     def release(self) -> None:
@@ -143,16 +144,16 @@ class UnitHooks:
 
     # -- pins ------------------------------------------------------------------------------------
 
-    def _enter(self, event: Event, phase: Phase) -> None:
+    def _enter(self, event: Event, phase: Phase, needs: list[ParamGroup] | None = None) -> None:
         self.state, command = transition(self.state, event)
         if command == Command.ACQUIRE:
-            self.acquire(phase)
+            self.acquire(phase, needs)
         elif command == Command.RELEASE and not self.runtime.keeps(self):
             self.give_up(phase)
 
-    def acquire(self, phase: Phase) -> None:
-        """Pin the groups that are not pinned yet."""
-        for group in self.groups.all:
+    def acquire(self, phase: Phase, needs: list[ParamGroup] | None = None) -> None:
+        """Pin the groups that are not pinned yet: all of the unit, or those that are named."""
+        for group in self.groups.all if needs is None else needs:
             if group not in self.pinned:
                 self.pin(group, phase)
 

@@ -18,6 +18,7 @@ from odc.fsdp.blocks import BlockFormat
 from odc.fsdp.group import GroupLayout, ParamGroup, UnitGroups
 from odc.fsdp.group_layouts import check_where, choose_home, lay_out_groups
 from odc.fsdp.hooks import UnitHooks
+from odc.fsdp.lora import Factor
 from odc.fsdp.optimizer import NUM_MOMENTS, PagedAdamW, check_options
 from odc.fsdp.parameter import PagedParameter, _refuse_copy
 from odc.fsdp.runtime import Runtime
@@ -280,7 +281,11 @@ def paged(
             host_mem=host_mem,
         )
     units, sets = find_units(model)
-    has_meta = any(p.is_meta for p in model.parameters())
+    has_meta = any(
+        p is not None and p.is_meta and not isinstance(module, Factor)
+        for module in model.modules()
+        for p in module._parameters.values()
+    )
     if has_meta and init is None:
         raise ValueError("the model is on the meta device: pass init=(fqn, module) -> None")
     frozen = BlockFormat.of(frozen_format)
@@ -310,6 +315,9 @@ def paged(
     )
     _install(runtime, units, sets, groups_of, optimizer is not None)
     runtime.activations = Activations(model, memory, activations)
+    adapters = getattr(model, "_odc_adapters", None)
+    if adapters is not None:
+        runtime.use_adapter(adapters.active)
     model.__class__ = type(f"Paged{type(model).__name__}", (PagedModule, type(model)), {})
     model._odc_runtime = runtime  # type: ignore[assignment]
     if optimizer is None:
@@ -381,8 +389,10 @@ def _make_groups(
 ) -> tuple[list[ParamGroup], dict[int, UnitGroups]]:
     groups_of = {id(unit): UnitGroups() for unit in units}
     groups = [ParamGroup(memory, layout, NUM_MOMENTS) for layout in layouts]
-    for group in groups:
+    for group, layout in zip(groups, layouts, strict=True):
         groups_of[id(group.unit)].own.append(group)
+        for guest in layout.guests:
+            groups_of[id(guest)].tied.append(group)
     for unit in units:
         borrowed = {id(place.parameter) for place in unit.borrowed}
         for other in unit.tied:
@@ -395,7 +405,7 @@ def _make_groups(
 
 
 def _set_groups(sets: list[ExpertSet], groups_of: dict[int, UnitGroups]) -> list[tuple[int, ...]]:
-    """The groups of each set; an expert that is frozen as a whole counts with its frozen group."""
+    """The groups of each set; an expert whose small parts lie beside counts with the frozen one."""
     return [tuple(groups_of[id(u)].own[0].group for u in s.members) for s in sets]
 
 
@@ -404,11 +414,24 @@ def _held(units: list[Unit], groups_of: dict[int, UnitGroups]) -> dict[int, list
     held: dict[int, list[int]] = {}
     for unit in units:
         mine = groups_of[id(unit)]
-        around = [g.group for p in unit.parents for g in groups_of[id(p)].all]
-        around += [g.group for g in mine.all]
-        for group in mine.all:
-            held.setdefault(group.group, []).extend(g for g in around if g != group.group)
+        around = [g for p in unit.parents for g in groups_of[id(p)].all] + mine.all
+        # a shared group is held with each of its units in turn: it counts with what they own
+        for group in mine.own or mine.all:
+            others = [g.group for g in _together(group, around) if g is not group]
+            held.setdefault(group.group, []).extend(others)
     return held
+
+
+def _together(group: ParamGroup, around: list[ParamGroup]) -> list[ParamGroup]:
+    """Those that are pinned with a group: of several adapters one, the largest where any may be."""
+    adapter = group.adapter
+    if not adapter:
+        sizes: dict[str, int] = {}
+        for other in around:
+            sizes[other.adapter] = sizes.get(other.adapter, 0) + other.spec.state_bytes
+        sizes.pop("", None)
+        adapter = max(sizes, key=lambda name: sizes[name], default="")
+    return [other for other in around if other.adapter in ("", adapter)]
 
 
 def _fill(
@@ -423,25 +446,41 @@ def _fill(
     names = {id(m): fqn for fqn, m in model.named_modules()}
     for unit in units:
         groups = groups_of[id(unit)]
-        for group in groups.own:
-            group.pin_parameters(Phase.OTHER, Op.CREATE)
-            group.make_parameters()
-            _tie(unit, group)
+        own = [g for g in groups.own if not g.adapter]
         # an init of a tied module may write to what another unit owns
-        tied = [g for g in groups.tied if init is not None and groups.own and g.parameters]
-        for group in tied:
-            group.pin_parameters(Phase.OTHER, Op.WRITE)
-        _give_values(groups.own, names, init)
-        for group in [*groups.own, *tied]:
-            group.round_values()
-            group.unpin_parameters()
+        tied = [g for g in groups.tied if init is not None and own and g.parameters]
+        _fill_groups(unit, own, tied, names, init)
+        for group in groups.own:
+            if group.adapter:  # one after the other: there may be many, and one of them runs
+                _fill_groups(unit, [group], [], names, init)
     _fill_buffers(model, init)
+
+
+def _fill_groups(
+    unit: Unit,
+    own: list[ParamGroup],
+    tied: list[ParamGroup],
+    names: dict[int, str],
+    init: Init | None,
+) -> None:
+    for group in own:
+        group.pin_parameters(Phase.OTHER, Op.CREATE)
+        group.make_parameters()
+        _tie(unit, group)
+    for group in tied:
+        group.pin_parameters(Phase.OTHER, Op.WRITE)
+    _give_values(own, names, init)
+    for group in [*own, *tied]:
+        group.round_values()
+        group.unpin_parameters()
 
 
 def _give_values(groups: list[ParamGroup], names: dict[int, str], init: Init | None) -> None:
     places = [place for group in groups for place in group.places]
-    if init is not None:
-        for module in dict.fromkeys(p.module for p in places if p.parameter.is_meta):
+    for module in dict.fromkeys(p.module for p in places if p.parameter.is_meta):
+        if isinstance(module, Factor):  # knows its own first values
+            module.fill()
+        elif init is not None:
             init(names[id(module)], module)
     for group in groups:
         for place, parameter in zip(group.places, group.parameters, strict=True):

@@ -65,6 +65,8 @@ class Runtime(Passes):
         self.micro = 0  # backwards since the last update
         self.sweep: Sweep | None = None  # the step that runs in layer-major order
         self._hints: dict[int, float] = {}  # of the pass to come
+        self._adapter = 0
+        self._adapters: dict[str | None, int] = {}  # in the order in which they were first used
         for group in groups:
             group.runtime = self
 
@@ -85,6 +87,7 @@ class Runtime(Passes):
         self._enter_pass(ctx, num_tokens((args, kwargs)))
 
     def _enter_pass(self, ctx: int, tokens: int) -> None:
+        ctx += 2 * (self.accumulate + 1) * self._adapter  # each adapter has its own contexts
         self.manager.begin_pass(ctx, tokens)
         if self._hints:
             hints, self._hints = self._hints, {}
@@ -266,13 +269,36 @@ class Runtime(Passes):
         unit.pin(group, self.forward_phase)
         return True
 
+    def use_adapter(self, name: str | None) -> None:
+        """The groups of one adapter run from now on, those of the others rest.
+
+        Raises:
+            RuntimeError: a forward or backward runs, or a step's backwards have begun to update.
+        """
+        if self.stack or in_backward():
+            raise RuntimeError("an adapter is exchanged inside a forward or backward; do it after")
+        if self.update_in_backward and self.micro:
+            raise RuntimeError(
+                f"an adapter is exchanged after {self.micro} of {self.accumulate} backwards of a "
+                "step: with update='backward' do it between steps, after opt.step()"
+            )
+        for group in self.groups:
+            group.rests = bool(group.adapter) and group.adapter != name
+        self._adapter = self._adapters.setdefault(name, len(self._adapters))
+
     # -- experts ---------------------------------------------------------------------------------
 
     def order_experts(self, module: nn.Module, set_index: int) -> None:
-        """Give a mixture-of-experts module its ``expert_order``."""
+        """Give a mixture-of-experts module its ``expert_order``.
+
+        Experts that draw random numbers keep the order of plain PyTorch: each draw depends on
+        those before it.
+        """
+        draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
         def choose(members: list[int]) -> list[int]:
-            order = self.manager.open_set(set_index, members, self.forward_phase)
+            phase, free = self.forward_phase, not (draws and module.training)
+            order = self.manager.open_set(set_index, members, phase, resident_first=free)
             if self.sweep is not None:
                 self.sweep.note_members(set_index, order)
             return order

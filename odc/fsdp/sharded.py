@@ -113,6 +113,7 @@ class ShardedGroup:
         self.mesh = mesh
         self.behaviour = Behaviour()
         self.updates = 0  # of interest to hooks: versions never change inside a backward
+        self.rests = False
         self.trainable = any(place.parameter.requires_grad for place in places)
         self.pins = 0  # modules of the group whose forward or backward runs
         self.has_gradient = [False] * len(places)  # in the gradient buffer

@@ -4,7 +4,7 @@ A *unit* is a module whose parameters come and go together around its forward an
 nest (an expert inside a decoder layer); a parameter belongs to the innermost unit around its first
 place. A module that uses a parameter owned elsewhere (a tied head) is a unit with ``tied`` names.
 Trainable and frozen parameters of a unit are separate groups: a frozen one has no gradient, no
-moments, and is never written back.
+moments, and is never written back. Small trainable parts of it lie beside (``sides.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,15 @@ class Place:
     name: str
     fqn: str
     parameter: nn.Parameter
+
+
+ALIGNMENT = 64  # of every parameter in its range, in bytes
+
+
+def num_bytes_of(place: Place) -> int:
+    """Bytes that a parameter takes in its group's range."""
+    num_bytes = place.parameter.numel() * place.parameter.element_size()
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(slots=True)
@@ -88,11 +97,22 @@ def find_units(model: nn.Module) -> tuple[list[Unit], list[ExpertSet]]:
     units: list[Unit] = []
     sets: list[ExpertSet] = []
     root = Unit("", model)
-    _walk(model, "", [root], -1, units, sets)
+    _walk(model, "", [root], -1, units, sets, _around(model))
     units.append(root)
     _own(model, units)
     kept = [u for u in units if u.owned or u.tied or u.module is model]
     return kept, _number(sets)
+
+
+def _around(model: nn.Module) -> set[int]:
+    """The model and what is only wrapped in it, as by peft: their children are called."""
+    found = {id(model)}
+    while True:
+        inner = [m for m in model.children() if next(m.parameters(), None) is not None]
+        if model._parameters or len(inner) != 1 or inner[0]._parameters:
+            return found
+        model = inner[0]
+        found.add(id(model))
 
 
 def _number(sets: list[ExpertSet]) -> list[ExpertSet]:
@@ -113,28 +133,30 @@ def _walk(
     layer: int,
     units: list[Unit],
     sets: list[ExpertSet],
+    around: set[int],
 ) -> None:
     """Find the units below ``module``; ``parents`` innermost first."""
     for name, child in module.named_children():
         child_fqn = f"{fqn}.{name}" if fqn else name
         if isinstance(child, nn.ModuleList):
-            _walk_list(module, child, child_fqn, parents, layer, units, sets)
-        elif len(parents) == 1 and _stands_alone(module, child, parents[0]):
+            _walk_list(module, child, child_fqn, parents, layer, units, sets, around)
+        elif len(parents) == 1 and _stands_alone(module, child, around):
             units.append(Unit(child_fqn, child, parents=list(parents)))
         else:
-            _walk(child, child_fqn, parents, layer, units, sets)
+            _walk(child, child_fqn, parents, layer, units, sets, around)
 
 
-def _stands_alone(owner: nn.Module, child: nn.Module, root: Unit) -> bool:
+def _stands_alone(owner: nn.Module, child: nn.Module, around: set[int]) -> bool:
     """Whether a module outside every list is a unit: an embedding, or a head.
 
     A linear layer inside some other module may be used without being called (as
     ``nn.MultiheadAttention`` does), so it belongs to what is left.
     """
-    if isinstance(child, nn.Embedding):
+    core = getattr(child, "base_layer", child)  # peft's wrapper around one layer
+    if isinstance(core, nn.Embedding):
         return True
-    calls = owner is root.module or isinstance(owner, nn.Sequential) or not _has_forward(owner)
-    return isinstance(child, nn.Linear) and calls
+    calls = id(owner) in around or isinstance(owner, nn.Sequential) or not _has_forward(owner)
+    return isinstance(core, nn.Linear) and calls
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -149,6 +171,7 @@ def _walk_list(
     layer: int,
     units: list[Unit],
     sets: list[ExpertSet],
+    around: set[int],
 ) -> None:
     """The children of a container are units; those of a container in it as well."""
     named = [(name, child) for name, child in children._modules.items() if child is not None]
@@ -159,7 +182,7 @@ def _walk_list(
         child_fqn = f"{fqn}.{name}"
         child_layer = index if layer < 0 else layer
         if not _has_forward(child):  # it is never called, its children are
-            _walk_list(owner, child, child_fqn, parents, child_layer, units, sets)
+            _walk_list(owner, child, child_fqn, parents, child_layer, units, sets, around)
             continue
         unit = Unit(child_fqn, child, parents=list(parents), layer=child_layer)
         if free:
@@ -167,7 +190,7 @@ def _walk_list(
         units.append(unit)
         members.append(unit)
         if not free:
-            _walk(child, unit.fqn, [unit, *parents], unit.layer, units, sets)
+            _walk(child, unit.fqn, [unit, *parents], unit.layer, units, sets, around)
     if free and asks is not None:
         sets.append(ExpertSet(asks, members))
 

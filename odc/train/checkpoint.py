@@ -5,6 +5,8 @@
                                  beside parameters of bfloat16 their masters in float32
         checkpoint.json          step, identity, random state, sizes and checksums; written last
 
+Where an adapter is trained the groups of its frozen base are left out; the header names the base.
+
 A checkpoint is written beside its place and renamed into it, so that what bears the name is
 complete. Bytes go from the pages to the file and back: no group is ever copied. `save`, `load` and
 `latest` are the whole interface; the files behind them are nobody else's business.
@@ -93,7 +95,7 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
         partial.mkdir()
-        records = _write_groups(partial, model, optimizer)
+        records = _write_groups(partial, model, optimizer, identity)
         write_header(partial, step, identity, records)
         sync_folder(partial)
         put_in_place(partial, final)
@@ -131,7 +133,8 @@ def load(path: Path, model: nn.Module, optimizer: PagedAdamW, identity: Identity
     runtime.manager.begin_pass(_NO_FORWARD)
     if "ranks" in header:
         _load_of_ranks(path, runtime, optimizer)
-    for index, group in enumerate(runtime.groups if "ranks" not in header else ()):
+    groups = _saved_groups(runtime, identity)
+    for index, group in groups.items() if "ranks" not in header else ():
         name = _file_name(index)
         if name not in header["files"]:
             raise CheckpointError(f"{path / HEADER}: lists no {name}; the checkpoint is damaged")
@@ -163,11 +166,19 @@ def _load_of_ranks(path: Path, runtime: Runtime, optimizer: PagedAdamW) -> None:
             saved.read(spec.name, tensor.detach())
 
 
-def _write_groups(folder: Path, model: nn.Module, optimizer: PagedAdamW) -> dict[str, FileRecord]:
+def _saved_groups(runtime: Runtime, identity: Identity) -> dict[int, ParamGroup]:
+    """The groups that lie in a checkpoint, by number: all, or those that are trained."""
+    groups = dict(enumerate(runtime.groups))
+    return {i: g for i, g in groups.items() if g.trainable} if identity.adapter else groups
+
+
+def _write_groups(
+    folder: Path, model: nn.Module, optimizer: PagedAdamW, identity: Identity
+) -> dict[str, FileRecord]:
     runtime = _runtime(model)
     runtime.manager.begin_pass(_NO_FORWARD)
     records = {}
-    for index, group in enumerate(runtime.groups):
+    for index, group in _saved_groups(runtime, identity).items():
         buffers = _group_bytes(runtime, optimizer, group, Op.READ)
         name = _file_name(index)
         records[name] = write_tensors(folder / name, _specs(group), buffers)

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,35 @@ class Identity:
         structure_hash: Hash of all parameters' names, shapes and dtypes.
         corpus_hash: What the run is trained on.
         model: Keys of section `model` that change what the model computes.
+        adapter: What an adapter is and which base it belongs to; empty where the whole model is
+            trained. With an adapter a checkpoint holds what is trained, and not the base.
     """
 
     structure_hash: str
     corpus_hash: str
     model: Mapping[str, Any]
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, config: ModelConfig, corpus_hash: str) -> "Identity":
+    def of(
+        cls,
+        model: nn.Module,
+        config: ModelConfig,
+        corpus_hash: str,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> "Identity":
         """Returns the identity of a model that is trained on a corpus."""
-        keys = {k: v for k, v in config.shown().items() if k not in _FREE_MODEL_KEYS}
-        return cls(structure_hash=structure_hash(model), corpus_hash=corpus_hash, model=keys)
+        return cls(
+            structure_hash=structure_hash(model),
+            corpus_hash=corpus_hash,
+            model=model_keys(config),
+            adapter=adapter or {},
+        )
+
+
+def model_keys(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of section `model` that change what the model computes."""
+    return {k: v for k, v in config.shown().items() if k not in _FREE_MODEL_KEYS}
 
 
 def structure_hash(model: nn.Module) -> str:
@@ -117,19 +135,14 @@ def identity_in(path: Path, model: nn.Module) -> Identity:
 
 
 def check_identity(path: Path, identity: Identity) -> None:
-    """Refuses a checkpoint of another model or corpus.
+    """Refuses a checkpoint of another model, adapter, base or corpus.
 
     Raises:
         CheckpointError: Says what differs.
     """
     header = read_header(path)
-    for key, value in identity.model.items():
-        saved = header["model"].get(key, value)
-        if saved != value:
-            raise CheckpointError(
-                f"{path}: was saved with model.{key} {saved}, the configuration has {value}; "
-                f"use model.{key}={saved}, or start without this checkpoint"
-            )
+    _check_keys(path, "model", header["model"], identity.model)
+    _check_adapter(path, header.get("adapter", {}), identity.adapter)
     if header["structure_hash"] != identity.structure_hash:
         raise CheckpointError(
             f"{path}: belongs to a model with other parameters (structure "
@@ -140,6 +153,45 @@ def check_identity(path: Path, identity: Identity) -> None:
         raise CheckpointError(
             f"{path}: was trained on another corpus ({header['corpus_hash'][:12]}, expected "
             f"{identity.corpus_hash[:12]}); use the data section that it was saved with"
+        )
+
+
+def check_model(path: Path, config: ModelConfig) -> None:
+    """Refuses a checkpoint of a model that computes something else.
+
+    Raises:
+        CheckpointError: Says what differs.
+    """
+    _check_keys(path, "model", read_header(path)["model"], model_keys(config))
+
+
+def _check_keys(path: Path, section: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for key, value in own.items():
+        found = saved.get(key, value)
+        if found != value:
+            raise CheckpointError(
+                f"{path}: was saved with {section}.{key} {found}, the configuration has {value}; "
+                f"use {section}.{key}={found}, or start without this checkpoint"
+            )
+
+
+def _check_adapter(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if saved and not own:
+        raise CheckpointError(
+            f"{path}: holds an adapter and not the model that it belongs to; use "
+            f"adapter.kind={saved['kind']} and the base that it was trained on"
+        )
+    if own and not saved:
+        raise CheckpointError(
+            f"{path}: holds a model and no adapter; to train an adapter on it start a new run with "
+            f"adapter.base={path}"
+        )
+    _check_keys(path, "adapter", saved, {k: v for k, v in own.items() if k != "base"})
+    if saved.get("base") != own.get("base"):
+        raise CheckpointError(
+            f"{path}: its adapter was trained on another base (fingerprint {saved['base']}, this "
+            f"one has {own['base']}); use the model section, the seed and the adapter.base that it "
+            "was trained with"
         )
 
 
@@ -213,6 +265,8 @@ def write_header(
         "versions": {"odc": odc.__version__, "torch": torch.__version__},
         "files": {name: vars(record) for name, record in records.items()},
     }
+    if identity.adapter:
+        content["adapter"] = dict(identity.adapter)
     if ranks is not None:
         content["ranks"] = ranks
     text = json.dumps({"sha256": _digest(content), **content}, indent=1)

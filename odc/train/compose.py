@@ -23,9 +23,10 @@ from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageTable
 from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
 from odc.memory.scores_auto import auto_prefetcher
+from odc.train.adapters import add_adapter, base_initializer
 from odc.train.config import Config
 from odc.train.config_schema import MemoryConfig
-from odc.train.models import Transformer, build_model, init_parameter, initializer
+from odc.train.models import Transformer, build_model, init_parameter
 from odc.train.policies import EVICTIONS, prefetch_factory
 from profiler.schema import policy_code
 
@@ -73,11 +74,18 @@ def make_memory(config: Config, first_step: int = 0) -> MemoryManager:
 
 
 def make_model(
-    config: Config, vocab_size: int, memory: MemoryManager
+    config: Config, vocab_size: int, memory: MemoryManager, *, fresh: bool = True
 ) -> tuple[nn.Module, PagedAdamW]:
     """Builds the model on the meta device and fills its pages group by group.
 
+    Args:
+        config: Sections `model`, `adapter`, `train` and `optimizer` are read.
+        vocab_size: Number of token ids.
+        memory: The manager of its pages.
+        fresh: Whether an adapter begins as `adapter.load` says; else a checkpoint follows.
+
     Raises:
+        CheckpointError: The adapter's base, or the adapter to load, does not fit the model.
         BudgetError: A group does not fit the budget; says which would do.
         CheckpointError: The folder in `model.path` has no weights, or others.
         PredictorMismatchError: The predictor was made for another model.
@@ -91,7 +99,7 @@ def make_model(
         "accumulate": config.train.accumulate,
         "max_grad_norm": chosen.max_grad_norm,
         "where": chosen.where,
-        "master_weights": reduced,
+        "master_weights": reduced and config.adapter.kind == "none",  # adapters are float32
         "frozen_format": config.memory.frozen_format,
         "activations": config.activations.mode,
         "memory": memory,
@@ -100,7 +108,7 @@ def make_model(
         "eps": chosen.eps,
     }
     if config.model.path is not None:
-        return _read_model(config, options)
+        return _read_model(config, options, fresh)
     model = build_model(
         config.model,
         vocab_size,
@@ -109,18 +117,21 @@ def make_model(
     )
     if reduced:
         model.to(torch.bfloat16)
-    init = initializer(config.model, config.train.seed)
-    made, optimizer = paged(model, torch.optim.AdamW, init=init, **options)
+    add_adapter(model, config, fresh)
+    made, optimizer = paged(model, torch.optim.AdamW, init=base_initializer(config), **options)
     assert optimizer is not None, "paged() returns an optimizer where it is given a class"
     return made, optimizer
 
 
-def _read_model(config: Config, options: dict[str, Any]) -> tuple[nn.Module, PagedAdamW]:
-    """The model in `model.path`."""
+def _read_model(
+    config: Config, options: dict[str, Any], fresh: bool
+) -> tuple[nn.Module, PagedAdamW]:
+    """The model in `model.path`, with an adapter if there is to be one."""
     from odc.train.pretrained import from_pretrained
 
     assert config.model.path is not None, "the caller looked"
     dtype = getattr(torch, config.train.dtype)
+    options["adapt"] = lambda model: add_adapter(model, config, fresh)
     made, optimizer = from_pretrained(config.model.path, torch.optim.AdamW, dtype=dtype, **options)
     assert optimizer is not None, "it returns an optimizer where it is given a class"
     return made, optimizer
@@ -133,7 +144,8 @@ def check_where(config: Config) -> None:
         ConfigError: bfloat16 without updates at home, or updates at home without a budget.
     """
     where, memory = config.optimizer.where, config.memory
-    if config.train.dtype == "bfloat16" and where != "home":
+    trains_reduced = config.train.dtype == "bfloat16" and config.adapter.kind == "none"
+    if trains_reduced and where != "home":
         raise ConfigError(
             f"train.dtype: got bfloat16 with optimizer.where {where}; allowed: optimizer.where "
             "home (masters and moments in float32 live at home and are updated there), or "
@@ -217,6 +229,11 @@ def check_ranks(config: Config) -> None:
         raise ConfigError(
             "model.path: a Hugging Face model is trained by one rank here; train with one rank, or "
             "shard it in a script of your own (odc.fully_shard and odc.load_safetensors)"
+        )
+    if config.adapter.kind != "none":
+        raise ConfigError(
+            f"adapter.kind: {config.adapter.kind} is not combined with several ranks yet; set "
+            "adapter.kind none, or train with one rank"
         )
     if config.optimizer.where == "home" or config.train.dtype != "float32":
         raise ConfigError(

@@ -22,6 +22,7 @@ from odc.train.config_checks import nearest
 from odc.train.config_schema import (
     AccumulationConfig,
     ActivationsConfig,
+    AdapterConfig,
     CheckpointConfig,
     CommunicationConfig,
     DataConfig,
@@ -49,6 +50,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)

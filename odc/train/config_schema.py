@@ -7,6 +7,7 @@ and is marked in the resolved file. What must hold between keys stands in each s
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from odc.train import config_checks as checks
@@ -258,6 +259,60 @@ class OptimizerConfig(Section):
                 "which is known only after backward; backward would have used them by then)"
             ]
         return []
+
+
+@dataclass(kw_only=True)
+class AdapterConfig(Section):
+    """Train small matrices beside the model's frozen weights instead of the weights."""
+
+    heading: ClassVar[str] = "adapter"
+
+    kind: str = setting("none", checks.choice("none", "lora"), "none trains the whole model")
+    rank: int = setting(8, checks.whole(1), "of the two matrices beside a layer")
+    alpha: float = setting(
+        16.0, checks.number(0, open_below=True), "their product is scaled by alpha / rank"
+    )
+    dropout: float = setting(
+        0.0, checks.number(0, 1, open_above=True), "share of a layer's inputs left out in training"
+    )
+    targets: Sequence[str] = setting(
+        ("q_proj", "v_proj"),
+        checks.one_or_more(checks.text()),
+        "names of linear layers, or a pattern; all-linear: all in lists of layers",
+    )
+    load: str | None = setting(
+        None, checks.optional(checks.text()), "folder of an adapter (peft's format) to begin with"
+    )
+    base: str | None = setting(
+        None,
+        checks.optional(checks.text()),
+        "run or checkpoint whose weights are the base; null: as model says",
+    )
+
+    def resolve(self) -> None:
+        """An adapter that is loaded says what it is, where nobody said otherwise."""
+        file = Path(self.load or "") / "adapter_config.json"
+        if self.kind == "none" or self.load is None or not file.is_file():
+            return
+        from odc.fsdp.lora_files import read_config
+
+        found = read_config(file.parent)
+        targets = (found.targets,) if isinstance(found.targets, str) else found.targets
+        self.derive("rank", found.rank)
+        self.derive("alpha", found.alpha)
+        self.derive("dropout", found.dropout)
+        self.derive("targets", targets)
+
+    def problems(self) -> list[str]:
+        """Returns what does not fit together in this section."""
+        if self.kind != "none":
+            return []
+        return [
+            f"adapter.{key}: got {getattr(self, key)!r} with adapter.kind none; set adapter.kind "
+            "lora, or leave it out"
+            for key in ("load", "base")
+            if getattr(self, key) is not None
+        ]
 
 
 @dataclass(kw_only=True)

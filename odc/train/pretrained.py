@@ -189,7 +189,7 @@ def from_pretrained(
         dtype: of parameters and moments; files of another one are converted on the way.
         attn_implementation: as transformers takes it (`sdpa`, `eager`).
         prepare: called with the model on the meta device before it is paged, to freeze parameters
-            or to lay adapters that know their own first values beside layers, in place.
+            or to lay adapters (`odc.lora`) beside layers, in place.
         **options: of `odc.paged`: `total_mem`, `page_budget`, `home`, `home_dir`, `lr`, ...
 
     Returns:

@@ -4,6 +4,7 @@ RUN/config.yaml      resolved configuration
 RUN/metrics.jsonl    one line a step, each step once, written as it ends
 RUN/summary.json     status, totals and medians, machine; replaced whole
 RUN/trace/, RUN/checkpoints/
+RUN/adapter/         the adapter when the run ended, if one was trained, in peft's format
 """
 
 import datetime
@@ -74,6 +75,7 @@ class RunDir:
         self.summary = path / "summary.json"
         self.trace = path / "trace"
         self.checkpoints = path / "checkpoints"
+        self.adapter = path / "adapter"
         self._metrics_file: IO[str] | None = None
         self._lock: int | None = None  # the folder, held open and locked
 

@@ -9,6 +9,7 @@ interrupted to the last bit.
 """
 
 import datetime
+import hashlib
 import math
 import signal
 import sys
@@ -24,6 +25,8 @@ import torch
 from torch import nn
 
 from odc.errors import CheckpointError, ConfigError
+from odc.fsdp.group import num_elements
+from odc.fsdp.lora_files import save_adapter
 from odc.fsdp.layer_major import LayerMajor, layer_major
 from odc.fsdp.optimizer import PagedAdamW
 from odc.fsdp.runtime import Runtime
@@ -31,6 +34,7 @@ from odc.memory.events import StepRow
 from odc.memory.pager import Counters
 from odc.train import checkpoint
 from odc.train.activations import activation_facts
+from odc.train.adapters import identity_of
 from odc.train.checkpoint import Identity
 from odc.train.compose import make_memory, make_model, policy_name, prepare_process
 from odc.train.config import Config, dump_config
@@ -143,9 +147,11 @@ class Trainer:
         self.task = make_task(config) if task is None else task
         memory = make_memory(config, self.first_step)
         try:
-            model, optimizer = make_model(config, self.task.vocab_size, memory)
+            fresh = source is None
+            model, optimizer = make_model(config, self.task.vocab_size, memory, fresh=fresh)
             self.model, self.optimizer = model, optimizer
-            self.identity = Identity.of(model, config.model, self.task.corpus_hash)
+            adapter = identity_of(model, config.adapter)
+            self.identity = Identity.of(model, config.model, self.task.corpus_hash, adapter)
             if source is not None:
                 checkpoint.load(source, model, optimizer, self.identity)
             self._sweeps = self._make_sweeps()
@@ -191,7 +197,9 @@ class Trainer:
         status = FAILED
         try:
             with self._display, _Signals() as signals:
+                self._tell()
                 status = self._loop(lambda: signals.received)
+                self._save_adapter()
         except BaseException as error:
             self._fail(error)
             raise
@@ -209,6 +217,18 @@ class Trainer:
     def _make_display(self) -> Display:
         chosen = self.config.train
         return Display(self.first_step, chosen.steps, chosen.log_every)
+
+    def _tell(self) -> None:
+        """Says what of the model is trained, where it is not all of it."""
+        kind = self.config.adapter.kind
+        if kind != "none":
+            some, total = self._facts["trainable_parameters"], self._facts["num_parameters"]
+            share = f"{some / total:.2%}"
+            self._display.say(f"adapter {kind}: {some:,} of {total:,} parameters trained ({share})")
+
+    def _save_adapter(self) -> None:
+        if self.config.adapter.kind != "none":
+            save_adapter(self.model, self.run_dir.adapter, base=self.config.model.path)
 
     def _open_run_dir(self) -> None:
         self.run_dir.open(self.first_step)
@@ -313,6 +333,8 @@ class Trainer:
         losses: list[float] = []
         tokens = 0
         for micro in range(accumulate):
+            if self.config.adapter.dropout:
+                torch.manual_seed(_dropout_seed(self.config.train.seed, step, micro))
             batch = self.task.batch(step, micro)
             loss = self.task.loss(self.model, batch) / accumulate
             losses.append(loss.item())
@@ -399,6 +421,8 @@ class Trainer:
             "host_mem": memory.host_mem,
             "link_bandwidth": memory.link_bandwidth,
             "updates": self._places_of_updates(),
+            "num_parameters": num_elements(self.runtime.groups),
+            "trainable_parameters": num_elements([g for g in self.runtime.groups if g.trainable]),
             **self._common_facts(),
         }
 
@@ -478,6 +502,12 @@ class _Signals:
         if self.received:
             raise KeyboardInterrupt
         self.received = True
+
+
+def _dropout_seed(seed: int, step: int, micro: int) -> int:
+    """What is left out depends on the step alone, as batches do."""
+    text = f"dropout {seed} {step} {micro}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def _source(run_dir: RunDir, resume: bool, start_from: Path | None) -> Path | None:
