@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zero3_ranks import Contender
@@ -146,3 +146,40 @@ SETS = (
     _disk("fp32", ("600MB", "300MB")),
     _disk("bf16", ("600MB", "300MB")),
 )
+
+# The largest micro-batch: each side with what it has against activations and logits.
+CHUNK = 256
+_SPARING = {"activations": "checkpoint", "chunk": CHUNK}
+
+
+def _sparing(contender: Contender, **changes: Any) -> Contender:
+    settings = {**_SPARING, **changes}
+    words = settings["activations"] + (f", {CHUNK} logits" if settings["chunk"] else "")
+    return replace(contender, name=f"{contender.name}; {words}", **settings)
+
+
+def _batches() -> tuple[Contender, ...]:
+    found = []
+    for dtype in ("fp32", "bf16"):
+        ours = paged(
+            f"{dtype}, home=disk", dtype, home="disk", page_budget="128MB", page_size="8MB"
+        )
+        on_disk = zero(f"{dtype}, optimizer on NVMe", dtype, optimizer=SWAP, **TILE)
+        found += [
+            _sparing(ours, activations="checkpoint"),
+            _sparing(ours, activations="offload"),
+            _sparing(ours, activations="checkpoint", chunk=0),
+            _sparing(on_disk, chunk=0),
+            _sparing(on_disk),
+        ]
+    both = zero(
+        "bf16, parameters and optimizer on NVMe",
+        "bf16",
+        optimizer=SWAP,
+        param=PARAMS,
+        **UNREAD_AHEAD,
+    )
+    return (*found, _sparing(both, chunk=0), _sparing(both))
+
+
+BATCHES = _batches()
