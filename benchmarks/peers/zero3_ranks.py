@@ -193,6 +193,7 @@ def _sharded(contender: Contender, work: Work, folder: str, rank: int, ranks: in
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     import odc
+    from odc.fsdp.ragged import distribute_ragged
     from odc.train.models import build_model, init_parameter
 
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
@@ -205,11 +206,12 @@ def _sharded(contender: Contender, work: Work, folder: str, rank: int, ranks: in
     for layer in model.layers:
         odc.fully_shard(layer, mp_policy=policy)
     odc.fully_shard(model, mp_policy=policy)
-    model.to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        whole = torch.empty(parameter.shape)
-        init_parameter(name, whole, std=config.init_std, num_layers=config.num_layers)
-        _copy_shard(parameter, whole)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = torch.empty(parameter.shape)
+            init_parameter(name, whole, std=config.init_std, num_layers=config.num_layers)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.copy_(distribute_ragged(whole, mesh, placements, src_data_rank=None))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
 
     def train(tokens: Any) -> float:
@@ -220,16 +222,6 @@ def _sharded(contender: Contender, work: Work, folder: str, rank: int, ranks: in
         return loss.item()
 
     return train, imported, _nothing, lambda: ""
-
-
-def _copy_shard(parameter: Any, whole: Any) -> None:
-    """This rank's piece of a whole tensor into a sharded parameter."""
-    import torch
-    from torch.distributed.tensor import distribute_tensor
-
-    with torch.no_grad():
-        made = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        parameter.to_local().copy_(made.to_local())
 
 
 # -- DeepSpeed -----------------------------------------------------------------------------------

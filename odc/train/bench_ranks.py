@@ -10,8 +10,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,7 +57,8 @@ def ranks_of(
         _answers(pipes)
         yield pipes
         for pipe in pipes:
-            pipe.send(None)
+            with suppress(OSError):  # of one that failed
+                pipe.send(None)
         for process in processes:
             process.join(20)
     finally:
@@ -111,8 +113,7 @@ def _serve(make_step: MakeStep, rank: int, ranks: int, pipe: Connection) -> None
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}"})
         raise
-    import torch.distributed as dist
-
-    if dist.is_initialized():
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
