@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -29,6 +30,7 @@ from zero3_ranks import Contender, Work, make_step
 from odc.train.bench_ranks import ask, ranks_of
 
 WARM_UP = 3
+QUIET = {"PYTHONWARNINGS": "ignore"}  # DeepSpeed has a deprecated call for every collective
 MB = 1e6
 
 
@@ -38,18 +40,21 @@ def main() -> int:
     parser.add_argument("--skip", default="", help="contenders whose name contains one of these")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank and step")
+    parser.add_argument(
+        "--set-s", type=float, default=85.0, help="no further turn after this long in a set"
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "zero3")
     parser.add_argument("--json", type=Path, help="where every step goes")
     args = parser.parse_args()
-    work = Work(layers=args.layers, batch=args.batch)
     names = tuple(args.only.split(","))
     skip = [text for text in args.skip.split(",") if text]
     everything = {}
     for one in SETS:
         if one.name.startswith(names):
             members = [c for c in one.contenders if not any(text in c.name for text in skip)]
-            rows = measure(one, members, work, args.folder, args.repeats)
+            work = Work(layers=args.layers, batch=args.batch, sequence=one.sequence)
+            rows = measure(one, members, work, args.folder, args.repeats, args.set_s)
             print(table(one, members, rows), flush=True)
             everything[one.name] = {c.name: r for c, r in zip(members, rows, strict=True)}
     if args.json is not None:
@@ -58,10 +63,16 @@ def main() -> int:
 
 
 def measure(
-    one: Set, contenders: Sequence[Contender], work: Work, folder: Path, repeats: int
+    one: Set,
+    contenders: Sequence[Contender],
+    work: Work,
+    folder: Path,
+    repeats: int,
+    most_s: float,
 ) -> list[dict[str, Any]]:
     """Steps of all contenders in turn; a row of lists for each, or its error."""
     rows: list[dict[str, Any]] = [{"steps": []} for _ in contenders]
+    started = time.monotonic()
     with ExitStack() as stack:
         running: dict[int, Any] = {}
         for number, contender in enumerate(contenders):
@@ -69,16 +80,22 @@ def measure(
             target.mkdir(parents=True, exist_ok=True)
             make = partial(make_step, contender, work, str(target))
             try:
-                running[number] = stack.enter_context(ranks_of(make, one.ranks, contender.env))
+                running[number] = stack.enter_context(
+                    ranks_of(make, one.ranks, QUIET | contender.env)
+                )
             except RuntimeError as error:
                 rows[number]["error"] = f"while building: {error}"
+            print(f"{contender.name}: {rows[number].get('error', 'built')}", file=sys.stderr)
         for turn in range(WARM_UP + repeats):
+            if turn > WARM_UP and time.monotonic() - started > most_s:
+                break
             for number in sorted(running, reverse=bool(turn % 2)):
                 try:
                     answers = ask(running[number])
                 except RuntimeError as error:
                     rows[number]["error"] = f"step {turn + 1}: {error}"
                     del running[number]
+                    print(f"{contenders[number].name}: {error}", file=sys.stderr)
                     continue
                 if turn >= WARM_UP:
                     rows[number]["steps"].append(answers)
@@ -88,7 +105,7 @@ def measure(
 def table(one: Set, contenders: Sequence[Contender], rows: Sequence[dict[str, Any]]) -> str:
     """Medians over steps in Markdown; a factor is the median of pairs of steps."""
     lines = [
-        f"### {one.name}: {one.title}",
+        f"### {one.name}: {one.title}; {len(rows[0]['steps'])} steps each",
         "",
         "| | step s (least-most) | CPU s a rank | peak MB (whole) | read, written MB a step "
         "| paged in, out MB | loss | factor to the first |",

@@ -28,6 +28,7 @@ from odc.sizes import parse_size
 from odc.train.bench_ranks import ask, ranks_of
 
 STEPS = 2
+QUIET = {"PYTHONWARNINGS": "ignore"}
 MOST = 512
 MB = 1e6
 
@@ -79,7 +80,7 @@ def attempt(contender: Contender, work: Work, folder: Path, batch: int) -> dict[
     folder.mkdir(parents=True, exist_ok=True)
     make = partial(make_step, contender, work, str(folder))
     try:
-        with ranks_of(make, 1, contender.env) as pipes:
+        with ranks_of(make, 1, QUIET | contender.env) as pipes:
             for _ in range(STEPS):
                 answer = ask(pipes)[0]
     except RuntimeError as error:

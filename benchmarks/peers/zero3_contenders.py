@@ -38,6 +38,11 @@ class Set:
     ranks: int
     contenders: tuple[Contender, ...]
 
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence: few in bf16, where the CPU has no instructions for it."""
+        return 16 if self.name.endswith("bf16") else 128
+
 
 def zero(
     name: str,
@@ -47,7 +52,7 @@ def zero(
     optimizer: Mapping[str, Any] | None = None,
     param: Mapping[str, Any] | None = None,
     lean: bool = True,
-    env: Mapping[str, str] | None = None,
+    env: dict[str, str] | None = None,
     **more: Any,
 ) -> Contender:
     """A contender of DeepSpeed; `more` overrides its settings of ZeRO."""
@@ -71,7 +76,7 @@ SWAP_PIPELINED = {**NVME, "buffer_count": 12, "pipeline_read": True, "pipeline_w
 TILE = {"sub_group_size": LAYER // 4}
 # Parameters on NVMe: no prefetch (it fails in the second step), a buffer for each parameter that
 # may be there at once, each of the size of the largest.
-PARAMS = {**NVME, "buffer_count": 48, "buffer_size": LAYER, "max_in_cpu": 0}
+PARAMS = {**NVME, "buffer_count": 20, "buffer_size": LAYER, "max_in_cpu": 0}
 UNREAD_AHEAD = {**TILE, "stage3_prefetch_bucket_size": 0}
 
 
@@ -142,9 +147,9 @@ SETS = (
     _resident(2, "bf16"),
     _resident(1, "bf16"),
     _host("fp32", ("400MB", "200MB")),
-    _host("bf16", ("400MB", "200MB")),
+    _host("bf16", ("240MB", "128MB")),
     _disk("fp32", ("600MB", "300MB")),
-    _disk("bf16", ("600MB", "300MB")),
+    _disk("bf16", ("240MB", "128MB")),
 )
 
 # The largest micro-batch: each side with what it has against activations and logits.

@@ -59,7 +59,7 @@ class Contender:
     adam: str = "torch"
     activations: str = "keep"
     chunk: int = 0
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
 
 
 def make_step(contender: Contender, work: Work, folder: str, rank: int, ranks: int) -> Any:
