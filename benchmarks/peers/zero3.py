@@ -29,7 +29,7 @@ from zero3_ranks import Contender, Work, make_step
 
 from odc.train.bench_ranks import ask, ranks_of
 
-WARM_UP = 3
+WARM_UP = 2
 QUIET = {"PYTHONWARNINGS": "ignore"}  # DeepSpeed has a deprecated call for every collective
 MB = 1e6
 
@@ -97,6 +97,9 @@ def measure(
                     del running[number]
                     print(f"{contenders[number].name}: {error}", file=sys.stderr)
                     continue
+                print(
+                    f"{turn}: {contenders[number].name} {answers[0]['wall_s']:.2f}", file=sys.stderr
+                )
                 if turn >= WARM_UP:
                     rows[number]["steps"].append(answers)
         return rows

@@ -298,7 +298,7 @@ def _partitioned(contender: Contender, work: Work, config: dict[str, Any], dtype
 
     shape = _config(work)
     plain = contender.activations == "keep" and not contender.chunk
-    with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype, mem_efficient_linear=False):
         model = (Transformer if plain else _sparing(contender))(shape, VOCABULARY)
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
