@@ -18,9 +18,6 @@ LEAN = {
     "stage3_max_reuse_distance": LAYER,
     "sub_group_size": LAYER,
 }
-# DeepSpeed's own linear layer multiplies in bf16 in backward, fp32 or not, which takes ten times as
-# long on a CPU without instructions for it; without it, it calls torch's.
-PLAIN_LINEAR = {"memory_efficient_linear": False}
 CPU = {"device": "cpu", "pin_memory": True}
 NVME = {"device": "nvme", "nvme_path": "NVME", "pin_memory": True}
 AIO = {
@@ -59,7 +56,7 @@ def zero(
     **more: Any,
 ) -> Contender:
     """A contender of DeepSpeed; `more` overrides its settings of ZeRO."""
-    settings: dict[str, Any] = {**PLAIN_LINEAR, **(LEAN if lean else {}), **more}
+    settings: dict[str, Any] = {**(LEAN if lean else {}), **more}
     if optimizer is not None:
         settings["offload_optimizer"] = optimizer
     if param is not None:

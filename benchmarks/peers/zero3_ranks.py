@@ -244,8 +244,7 @@ def _deepspeed(contender: Contender, work: Work, folder: str, rank: int, ranks: 
     deepspeed.init_distributed("gloo", rank=rank, world_size=ranks, verbose=False)
     imported = status("VmRSS")
     config = ds_config(contender, work, f"{folder}/{rank}")
-    dtype = torch.bfloat16 if contender.dtype == "bf16" else torch.float32
-    model = _partitioned(contender, work, config, dtype)
+    model = _partitioned(contender, work, config)
     if contender.adam == "deepspeed":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -289,7 +288,7 @@ def _with_folder(value: Any, folder: str) -> Any:
     return folder if value == "NVME" else value
 
 
-def _partitioned(contender: Contender, work: Work, config: dict[str, Any], dtype: Any) -> Any:
+def _partitioned(contender: Contender, work: Work, config: dict[str, Any]) -> Any:
     """The model, of which no rank ever holds more than its part and one parameter."""
     import deepspeed
     import torch
@@ -298,7 +297,8 @@ def _partitioned(contender: Contender, work: Work, config: dict[str, Any], dtype
 
     shape = _config(work)
     plain = contender.activations == "keep" and not contender.chunk
-    with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype, mem_efficient_linear=False):
+    # Its dtype argument makes bf16 of everything on a CPU; the configuration's type is right.
+    with deepspeed.zero.Init(config_dict_or_path=config):
         model = (Transformer if plain else _sparing(contender))(shape, VOCABULARY)
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
