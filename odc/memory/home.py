@@ -91,7 +91,7 @@ class HostHome:
     Args:
         num_bytes: faulted in at once, so that the cost is known and paid at the start.
         spare_bytes: behind them, faulted in when used: gradients that are updated in backward
-            never come home.
+            never come home, and nothing does where the device has room for all.
     """
 
     tiers: tuple[Tier, ...] = (Tier.HOST,)

@@ -73,7 +73,8 @@ class HomePlan:
 
     Attributes:
         on_host: (num_pages,) bool.
-        spare: (num_pages,) bool, pages that come home only now and then: gradients.
+        spare: (num_pages,) bool, pages that come home only now and then: gradients, and everything
+            where the device has room for all of it.
         needs: for the preflight.
     """
 
@@ -96,6 +97,7 @@ def plan_home(
     frame_bytes: int,
     rest_bytes: int = 0,
     gradients_come_home: bool = True,
+    pages_come_home: bool = True,
 ) -> HomePlan:
     """Divide pages among tiers.
 
@@ -106,8 +108,10 @@ def plan_home(
         frame_bytes: the pool of frames.
         rest_bytes: what else the device is to hold.
         gradients_come_home: False where each gradient is used up before its pages must go.
+        pages_come_home: False where the device has room for all of them.
     """
-    spare = np.array([p.kind == Kind.GRADIENT for p in table.pages], bool)
+    gradients = np.array([p.kind == Kind.GRADIENT for p in table.pages], bool)
+    spare = gradients if pages_come_home else np.ones(len(table.pages), bool)
     room = np.array([p.room_bytes for p in table.pages], np.int64)
     on_host = np.full(len(table.pages), options.kind == "host")
     if options.kind == "host+disk":
@@ -116,6 +120,8 @@ def plan_home(
             host_mem = host_mem_that_fits(machine, frame_bytes, rest_bytes)
         traffic = traffic_of(table, gradients_come_home)
         on_host = choose_host_pages(room, traffic, host_mem // FRAME_BYTES * FRAME_BYTES)
+
+    comes = gradients_come_home and pages_come_home
 
     def size(chosen: np.ndarray) -> int:
         return int(room[chosen].sum())
@@ -126,7 +132,7 @@ def plan_home(
         host_bytes=size(on_host & ~spare),
         spare_bytes=size(on_host & spare),
         disk_bytes=size(~on_host),
-        rest_bytes=rest_bytes + (size(on_host & spare) if gradients_come_home else 0),
+        rest_bytes=rest_bytes + size(on_host & gradients & comes),
     )
     return HomePlan(on_host, spare, needs)
 
@@ -140,6 +146,8 @@ def make_home(table: PageTable, options: HomeOptions, plan: HomePlan) -> Home:
     """
     option = f"{options.prefix}home_dir"
     if options.kind == "host":
+        if plan.spare.all():
+            return HostHome(0, table.home_bytes + table.gradient_bytes)
         return HostHome(table.home_bytes, table.gradient_bytes)
     if options.kind == "disk":
         return DiskHome(table.home_bytes + table.gradient_bytes, options.folder, option=option)

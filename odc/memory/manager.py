@@ -217,7 +217,9 @@ class MemoryManager(Pager):
         )
         if frames < min(least, all_frames):
             self._refuse(frames, least, owner)
-        plan = self._plan_home(frames * FRAME_BYTES, gradients_come_home)
+        stays = frames >= all_frames and not self.ledger.measures and not self._tuning.max_items
+        comes = not stays or any(spec.at_home for spec in table.groups)
+        plan = self._plan_home(frames * FRAME_BYTES, gradients_come_home, comes)
         # Before anything that has to be given back: a prefetcher may refuse this model.
         library = OrderLibrary(Stations(table, sets))
         table.load_weight = plan.load_cost().tolist()
@@ -261,7 +263,9 @@ class MemoryManager(Pager):
             if write:
                 found.write_back()
 
-    def _plan_home(self, frame_bytes: int, gradients_come_home: bool) -> HomePlan:
+    def _plan_home(
+        self, frame_bytes: int, gradients_come_home: bool, pages_come_home: bool
+    ) -> HomePlan:
         """Divide pages among the tiers of the home, and compare that with the machine."""
         options, total = self._home_options, self.ledger.total_bytes or 0
         machine = options.machine()
@@ -272,6 +276,7 @@ class MemoryManager(Pager):
             frame_bytes=frame_bytes,
             rest_bytes=max(total - frame_bytes, 0),
             gradients_come_home=gradients_come_home,
+            pages_come_home=pages_come_home,
         )
         for warning in check(machine, plan.needs, self.option_prefix):
             warnings.warn(warning, stacklevel=4)

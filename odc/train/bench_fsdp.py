@@ -1,9 +1,7 @@
 """`odc bench fsdp`: odc's `fully_shard` beside torch's, in one run.
 
 Every contender is a group of ranks in processes of their own (gloo on the CPU) that hold one
-sharded model and wait. The parent lets one contender take one step at a time, in turn, so that what
-else the machine does hits all of them alike, and settings that are read at start (transparent huge
-pages for torch's allocator) can differ.
+sharded model; they step in turn (`bench_ranks.py`).
 
 A *grid* is a stack of blocks whose groups have a given number of bytes, each size built, measured
 and freed by itself.
@@ -14,23 +12,20 @@ step to the real one is the communication that computing did not hide.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import resource
-import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
+
+from odc.train.bench_ranks import ask, ranks_of
 
 MODELS = ("dense", "moe")
 DTYPES = ("fp32", "bf16")
 WARM_UP = 2
-TIMEOUT_S = 600
-_ENV = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
@@ -89,12 +84,15 @@ def measure(contenders: Sequence[Contender], ranks: int, repeats: int) -> list[M
         RuntimeError: a rank failed; the message is its traceback's last line.
     """
     with ExitStack() as stack:
-        running = [stack.enter_context(_ranks(one, ranks)) for one in contenders]
+        running = [
+            stack.enter_context(ranks_of(partial(_make_step, one), ranks, _env(one)))
+            for one in contenders
+        ]
         results: list[list[list[dict[str, Any]]]] = [[] for _ in contenders]
         for turn in range(WARM_UP + repeats):
             order = range(len(contenders))
             for number in order if turn % 2 else reversed(order):
-                answers = _ask(running[number])
+                answers = ask(running[number])
                 if turn >= WARM_UP:
                     results[number].append(answers)
         return [_summary(one, rows) for one, rows in zip(contenders, results, strict=True)]
@@ -116,78 +114,11 @@ def _summary(contender: Contender, rows: list[list[dict[str, Any]]]) -> Measured
     )
 
 
-@contextmanager
-def _ranks(contender: Contender, ranks: int) -> Iterator[list[Connection]]:
-    """The processes of a contender, ready for their first step."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    env = {**_ENV, "MASTER_PORT": str(port)}
-    if contender.huge_pages:
-        env["THP_MEM_ALLOC_ENABLE"] = "1"
-    before = {key: os.environ.get(key) for key in env}
-    os.environ.update(env)
-    pipes, processes = [], []
-    try:
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(contender, rank, ranks, theirs), daemon=True
-            )
-            process.start()
-            pipes.append(ours)
-            processes.append(process)
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
-    try:
-        _answers(pipes)
-        yield pipes
-        for pipe in pipes:
-            pipe.send("stop")
-        for process in processes:
-            process.join(20)
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def _ask(pipes: list[Connection]) -> list[dict[str, Any]]:
-    for pipe in pipes:
-        pipe.send("step")
-    return _answers(pipes)
-
-
-def _answers(pipes: list[Connection]) -> list[dict[str, Any]]:
-    found = []
-    for rank, pipe in enumerate(pipes):
-        if not pipe.poll(TIMEOUT_S):
-            raise RuntimeError(f"rank {rank} did not answer within {TIMEOUT_S} s")
-        answer = pipe.recv()
-        if "error" in answer:
-            raise RuntimeError(f"rank {rank}: {answer['error']}")
-        found.append(answer)
-    return found
+def _env(contender: Contender) -> dict[str, str]:
+    return {"THP_MEM_ALLOC_ENABLE": "1"} if contender.huge_pages else {}
 
 
 # -- in a rank -----------------------------------------------------------------------------------
-
-
-def _serve(contender: Contender, rank: int, ranks: int, pipe: Connection) -> None:
-    """One rank: builds, then a step for every message."""
-    try:
-        step = _make_step(contender, rank, ranks)
-        pipe.send({})
-        while pipe.recv() == "step":
-            pipe.send(step())
-    except Exception as error:
-        pipe.send({"error": f"{type(error).__name__}: {error}"})
-        raise
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _make_step(contender: Contender, rank: int, ranks: int) -> Callable[[], dict[str, Any]]:

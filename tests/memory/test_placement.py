@@ -12,7 +12,7 @@ from odc.memory.engines.base import TierSpeed
 from odc.memory.engines.virtual import VirtualEngine
 from odc.memory.events import Kind, Tier
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.home_plan import HomeOptions, plan_home
+from odc.memory.home_plan import HomeOptions, make_home, plan_home
 from odc.memory.machine import Machine
 from odc.memory.manager import popularity
 from odc.memory.orders import OrderLibrary
@@ -132,6 +132,15 @@ def test_without_host_mem_what_is_free_is_used_and_a_margin_is_left() -> None:
 def test_homes_of_one_tier_are_planned_as_such(kind: str, tier: Tier) -> None:
     made = plan_home(model(), HomeOptions(kind), Machine(GIB, GIB), frame_bytes=0)
     assert made.on_host.all() if tier == Tier.HOST else not made.on_host.any()
+
+
+def test_a_home_that_nothing_comes_to_takes_no_memory() -> None:
+    table, options = model(), HomeOptions("host")
+    made = plan_home(table, options, Machine(GIB, GIB), frame_bytes=GIB, pages_come_home=False)
+    assert made.needs.host_bytes == made.needs.rest_bytes == 0
+    home = make_home(table, options, made)
+    assert home.used_bytes == 0
+    home.close()
 
 
 def test_pages_on_disk_are_worth_more_where_others_are_in_host_memory() -> None:
