@@ -26,8 +26,8 @@ from torch import nn
 
 from odc.errors import CheckpointError, ConfigError
 from odc.fsdp.group import num_elements
-from odc.fsdp.lora_files import save_adapter
 from odc.fsdp.layer_major import LayerMajor, layer_major
+from odc.fsdp.lora_files import save_adapter
 from odc.fsdp.optimizer import PagedAdamW
 from odc.fsdp.runtime import Runtime
 from odc.memory.events import StepRow
