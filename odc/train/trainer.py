@@ -327,14 +327,14 @@ class Trainer:
         Raises:
             DivergedError: The loss is not finite.
         """
+        if self.config.adapter.dropout:
+            torch.manual_seed(_dropout_seed(self.config.train.seed, step))
         if self._sweeps is not None:
             return self._sweep(step, self._sweeps)
         accumulate = self.config.train.accumulate
         losses: list[float] = []
         tokens = 0
         for micro in range(accumulate):
-            if self.config.adapter.dropout:
-                torch.manual_seed(_dropout_seed(self.config.train.seed, step, micro))
             batch = self.task.batch(step, micro)
             loss = self.task.loss(self.model, batch) / accumulate
             losses.append(loss.item())
@@ -504,9 +504,9 @@ class _Signals:
         self.received = True
 
 
-def _dropout_seed(seed: int, step: int, micro: int) -> int:
+def _dropout_seed(seed: int, step: int) -> int:
     """What is left out depends on the step alone, as batches do."""
-    text = f"dropout {seed} {step} {micro}"
+    text = f"dropout {seed} {step}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
