@@ -131,7 +131,7 @@ def _read_model(
 
     assert config.model.path is not None, "the caller looked"
     dtype = getattr(torch, config.train.dtype)
-    options["adapt"] = lambda model: add_adapter(model, config, fresh)
+    options["prepare"] = lambda model: add_adapter(model, config, fresh)
     made, optimizer = from_pretrained(config.model.path, torch.optim.AdamW, dtype=dtype, **options)
     assert optimizer is not None, "it returns an optimizer where it is given a class"
     return made, optimizer
