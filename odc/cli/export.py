@@ -52,6 +52,12 @@ def run(args: argparse.Namespace) -> int:
             f"{args.run_dir}: its model is no Hugging Face model, which nothing else could load; "
             "odc generate and --from read its checkpoints"
         )
+    if config.adapter.kind != "none":
+        raise UsageError(
+            f"{args.run_dir}: trained an adapter, and its base as it was is in "
+            f"{config.model.path}; the adapter is {args.run_dir / 'adapter'}, in the format that "
+            "peft loads beside that base"
+        )
     prepare_process(config)
     memory = make_memory(config)
     try:

@@ -231,8 +231,8 @@ def test_frozen_layers_do_not_pile_up_in_backward():
         for unit in paged._odc_runtime.units:
             enter = unit._enter
 
-            def watched(event, phase, enter=enter):
-                enter(event, phase)
+            def watched(*arguments, enter=enter):
+                enter(*arguments)
                 pinned.append(sum(g._pins > 0 for g in paged._odc_runtime.groups))
 
             unit._enter = watched

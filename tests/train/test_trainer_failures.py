@@ -40,8 +40,8 @@ class FailingHome:
             reason = errno.errorcode[self.number]
             raise PageIOError(f"cannot {verb}: {reason}", page=page, path=self.path)
 
-    def close(self):
-        self.inner.close()
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
 
 @pytest.mark.parametrize(
