@@ -109,18 +109,17 @@ def _answer(
     told = told_of(args, config)
     rates = find_rates(told, _say, threads)
     if config is not None and not search:
+        from odc.train.compose import check_where
+
+        check_where(config)
         return judge(model, choice_of(config), target, rates, threads)
     return find_answer(model, _fixed(args, config), target, rates, threads)
 
 
 def _fixed(args: argparse.Namespace, config: "Config | None") -> Any:
-    from odc.train.fit.choice import accepts
     from odc.train.fit.search import Fixed
 
-    low = accepts("train.dtype", "bfloat16")
-    if args.dtype == "bf16" and not low:
-        raise UsageError("--dtype bf16: train.dtype does not take it; use fp32")
-    default = "bfloat16" if low and config is None else "float32"
+    default = "bfloat16" if config is None else config.train.dtype
     dtype = {"bf16": "bfloat16", "fp32": "float32", None: default}[args.dtype]
     for option, value in (("--seq", args.seq), ("--micro-batch", args.micro_batch)):
         if value is not None and value < 1:
@@ -165,9 +164,8 @@ def model_of_run(config: "Config") -> "ModelShape":
     from odc.train.fit.hf import model_of_folder
     from odc.train.fit.model import model_of_config
 
-    folder = getattr(config.model, "path", None)
-    if folder is not None:
-        return model_of_folder(Path(folder))
+    if config.model.path is not None:
+        return model_of_folder(Path(config.model.path))
     return model_of_config(config.model, config.data.vocab_size)
 
 

@@ -9,6 +9,7 @@ the others are whatever the frame held before, and nobody reads them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,18 @@ class Slot:
 
 
 def lay_out(places: list[Place], in_blocks: bool = False) -> tuple[list[Slot], int]:
+    """Slots of parameters in order, and the bytes they span (see ``lay_out_shapes``)."""
+    tensors = ((p.fqn, p.parameter.shape, p.parameter.dtype) for p in places)
+    return lay_out_shapes(tensors, in_blocks)
+
+
+def lay_out_shapes(
+    tensors: Iterable[tuple[str, torch.Size, torch.dtype]], in_blocks: bool = False
+) -> tuple[list[Slot], int]:
     """Slots of parameters in order, and the bytes they span.
 
     Args:
-        places: the parameters.
+        tensors: name, shape and type of each.
         in_blocks: matrices are stored in blocks: each then has whole blocks for itself.
 
     Returns:
@@ -64,14 +73,13 @@ def lay_out(places: list[Place], in_blocks: bool = False) -> tuple[list[Slot], i
     """
     slots = []
     offset = 0
-    for place in places:
-        tensor = place.parameter
-        coded = in_blocks and is_coded(tensor.shape, tensor.dtype)
-        unit = max(BLOCK * tensor.element_size() if coded else 0, ALIGNMENT)
+    for fqn, shape, dtype in tensors:
+        coded = in_blocks and is_coded(shape, dtype)
+        unit = max(BLOCK * dtype.itemsize if coded else 0, ALIGNMENT)
         offset = -(-offset // unit) * unit
-        num_bytes = tensor.numel() * tensor.element_size()
+        num_bytes = shape.numel() * dtype.itemsize
         room = -(-num_bytes // unit) * unit
-        slots.append(Slot(place.fqn, tensor.shape, tensor.dtype, offset, num_bytes, room, coded))
+        slots.append(Slot(fqn, shape, dtype, offset, num_bytes, room, coded))
         offset += room
     return slots, max(offset, ALIGNMENT)
 

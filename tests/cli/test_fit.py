@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from odc.cli.main import main
-from odc.train.fit.choice import has_key
 
 MODELS = Path(__file__).parent.parent / "data" / "models"
 CARD = [
@@ -15,7 +14,6 @@ CARD = [
 ]
 
 
-@pytest.mark.skipif(not has_key("model.path"), reason="a configuration cannot name a folder")
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b"])
 def test_the_settings_found_for_a_card_pass_a_dry_run(name, method, capsys, tmp_path):

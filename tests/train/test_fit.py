@@ -96,6 +96,11 @@ def test_a_config_of_another_model_is_refused(tmp_path):
         *((shape, {}) for shape in SHAPES),
         ("moe", {"optimizer.where": "home"}),
         ("dense", {"optimizer.where": "home", "train.dtype": "bfloat16"}),
+        ("dense", {"adapter.kind": "lora"}),
+        ("dense", {"adapter.kind": "lora", "adapter.rank": 200, "train.dtype": "bfloat16"}),
+        ("dense", {"adapter.kind": "lora", "memory.frozen_format": "int4"}),
+        ("moe", {"adapter.kind": "lora", "adapter.targets": ["all-linear"]}),
+        ("moe", {"adapter.kind": "lora", "memory.frozen_format": "int8", "memory.home": "disk"}),
     ],
 )
 def test_groups_and_smallest_budget_are_those_of_the_runtime(shape, more, make_config):
@@ -111,8 +116,8 @@ def test_groups_and_smallest_budget_are_those_of_the_runtime(shape, more, make_c
         paged = page(model_of_config(config.model, 400), choice_of(config))
         assert [g.spec for g in paged.groups] == memory.table.groups
         assert paged.least[0] == memory._least_frames * (2 << 20)
-        assert [(p.kind, p.num_bytes, p.num_frames) for p in paged.table.pages] == [
-            (p.kind, p.num_bytes, p.num_frames) for p in memory.table.pages
+        assert [(p.kind, p.num_bytes, p.num_frames, p.home_bytes) for p in paged.table.pages] == [
+            (p.kind, p.num_bytes, p.num_frames, p.home_bytes) for p in memory.table.pages
         ]
     finally:
         memory.close()
@@ -142,6 +147,10 @@ def visits_of(workload: Workload) -> list[tuple]:
         ("moe", {}),
         ("moe", {"optimizer.where": "home", "train.accumulate": 2}),
         ("dense", {"optimizer.where": "home", "optimizer.update": "step"}),
+        ("dense", {"adapter.kind": "lora", "train.accumulate": 2}),
+        ("dense", {"adapter.kind": "lora", "activations.mode": "checkpoint"}),
+        ("moe", {"adapter.kind": "lora"}),
+        ("moe", {"adapter.kind": "lora", "adapter.targets": ["all-linear"]}),
     ],
 )
 def test_the_workload_is_what_a_run_records(model, keys, make_config, tmp_path):

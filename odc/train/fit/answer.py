@@ -179,7 +179,7 @@ def _largest_resident(search: Search, choice: Choice) -> int:
 def _nothing(search: Search) -> Answer:
     """No settings work: for ever, or on this machine."""
     fixed, model, target = search.fixed, search.whole, search.target
-    smallest = replace(search._base(1), mode=search._modes()[-1], page_size=8 * FRAME_BYTES)
+    smallest = replace(search._base(1), mode="offload", page_size=8 * FRAME_BYTES)
     paged = page(model, smallest)
     least, owner = paged.least
     rest = rest_of(paged)

@@ -1,23 +1,18 @@
 """The settings that decide what fits and how fast it is, and the keys that they stand for.
 
 A `Choice` is made from a configuration (`choice_of`), or by the search; `overrides` gives it back
-as keys of `config.yaml`. `accepts` asks the configuration itself whether it knows a value, so that
-the search never proposes what `odc train` would refuse.
+as keys of `config.yaml`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from odc.errors import ConfigError
 from odc.sizes import exact_size
 from odc.train.config import Config
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Bytes of a frozen element at home, those of its block's magnitude included.
-FROZEN_BYTES = {"native": 0.0, "int8": 1.0 + 2 / 64, "int4": 0.5 + 2 / 64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,28 +77,27 @@ class Choice:
 
 
 def choice_of(config: Config) -> Choice:
-    """What a configuration says; a key that it does not have keeps its meaning so far."""
+    """What a configuration says.
+
+    Places of updates are measured where `optimizer.where` is auto: they count as the device.
+    """
     train, memory, optimizer = config.train, config.memory, config.optimizer
-    adapter: Any = getattr(config, "adapter", None)
-    order: Any = getattr(config, "accumulation", None)
-    lora = adapter is not None and adapter.kind == "lora"
-    targets = tuple(adapter.targets) if lora and adapter.targets else LORA_TARGETS
-    where = "home" if optimizer.where == "home" else "device"
+    lora = config.adapter.kind == "lora"
     return Choice(
         seq_len=train.seq_len,
         micro_batch=train.micro_batch,
         accumulate=train.accumulate,
         dtype=train.dtype,
-        where=where,
+        where="home" if optimizer.where == "home" else "device",
         update=optimizer.update or "step",
         mode=config.activations.mode,
         loss_chunk=config.activations.loss_chunk,
-        order="micro_major" if order is None else order.order,
+        order=config.accumulation.order,
         home=memory.home,
         host_mem=memory.host_mem,
-        frozen_format=getattr(memory, "frozen_format", "native"),
-        rank=adapter.rank if lora else None,
-        targets=targets,
+        frozen_format=memory.frozen_format,
+        rank=config.adapter.rank if lora else None,
+        targets=tuple(config.adapter.targets) if lora else LORA_TARGETS,
         total_mem=memory.total_mem,
         page_budget=memory.page_budget if isinstance(memory.page_budget, int) else None,
         page_size=memory.page_size,
@@ -134,35 +128,14 @@ def overrides(choice: Choice) -> dict[str, Any]:
         found |= {
             "adapter.kind": "lora",
             "adapter.rank": choice.rank,
+            "adapter.alpha": 2.0 * choice.rank,
             "adapter.targets": list(choice.targets),
         }
-    return {key: value for key, value in found.items() if has_key(key)}
+    return found
 
 
 def _size(num_bytes: int | None) -> int | str:
     return "unlimited" if num_bytes is None else exact_size(num_bytes)
-
-
-@cache
-def has_key(key: str) -> bool:
-    """Whether `config.yaml` has such a key."""
-    section, _, name = key.partition(".")
-    found = Config().sections().get(section)
-    return found is not None and name in found.fields()
-
-
-@cache
-def accepts(key: str, value: Any) -> bool:
-    """Whether `config.yaml` has this key, takes this value, and it has an effect."""
-    if not has_key(key):
-        return False
-    section, _, name = key.partition(".")
-    made = Config().sections()[section]
-    try:
-        setattr(made, name, value)
-    except ConfigError:
-        return False
-    return not made.is_inactive(name)
 
 
 def as_tree(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

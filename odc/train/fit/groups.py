@@ -5,14 +5,22 @@ budget are not estimated but asked for.
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
+import torch
+
+from odc.fsdp.blocks import BLOCK, BlockCodec, BlockFormat, is_coded
+from odc.fsdp.group import Slot, lay_out_shapes
+from odc.fsdp.lora import ALL_LINEAR, LoraConfig
+from odc.memory.coded import page_bytes
 from odc.memory.frames import FRAME_BYTES
+from odc.memory.home_plan import HomeOptions
 from odc.memory.pages import GroupSpec, PageTable, StoredBytes
-from odc.train.fit.choice import FROZEN_BYTES, Choice
-from odc.train.fit.model import ALIGNMENT, ModelShape, Role, Unit
+from odc.train.fit.choice import Choice
+from odc.train.fit.model import ALIGNMENT, ModelShape, Role, Shape, Unit
 
 NUM_MOMENTS = 2
 MASTER_BYTES = 4  # of parameters and moments that are updated
@@ -24,15 +32,25 @@ class PagedGroup:
 
     Attributes:
         group: Its id.
-        unit: The unit; of an adapter, the unit that it changes.
+        units: Those that pin it: its unit; of adapters, the layers that they change.
         spec: As the page table has it.
         numel: Its parameters.
     """
 
     group: int
-    unit: Unit
+    units: tuple[Unit, ...]
     spec: GroupSpec
     numel: int
+
+    @property
+    def unit(self) -> Unit:
+        """The one that owns it."""
+        return self.units[0]
+
+    @property
+    def adapter(self) -> bool:
+        """Whether it lies beside a frozen group."""
+        return self.trainable and self.spec.name.endswith("(adapter default)")
 
     @property
     def trainable(self) -> bool:
@@ -61,10 +79,13 @@ class Paged:
 
     @cached_property
     def of_unit(self) -> dict[str, list[PagedGroup]]:
-        """The groups of each unit by its name, trainable ones first."""
+        """The groups that each unit pins, by its name, its own first."""
         found: dict[str, list[PagedGroup]] = {}
         for group in self.groups:
             found.setdefault(group.unit.name, []).append(group)
+        for group in self.groups:
+            for guest in group.units[1:]:
+                found.setdefault(guest.name, []).append(group)
         return found
 
     @property
@@ -78,34 +99,48 @@ class Paged:
         return sum(g.numel for g in self.groups if g.trainable)
 
 
-def _packed(choice: Choice) -> StoredBytes | None:
-    """What frozen parameters take at home in a format of few bits; None: as on the device."""
-    each = FROZEN_BYTES[choice.frozen_format] / choice.item_bytes
-    if not each:
+def _packed(unit: Unit, choice: Choice, slots: list[Slot]) -> StoredBytes | None:
+    """What frozen parameters take at home in a format of few bits; None: as on the device.
+
+    Of experts in a bundle it is their share, of all else what the codec says.
+    """
+    form = BlockFormat.of(choice.frozen_format)
+    if form is None or not any(is_coded(torch.Size(s), _dtype(choice)) for s in unit.parameters.values()):
         return None
-    return lambda begin, end: -(-math.ceil((end - begin) * each) // ALIGNMENT) * ALIGNMENT
+    if unit.count > 1:
+        each = sum(form.sizes(1)) / (BLOCK * choice.item_bytes)
+        return lambda begin, end: -(-math.ceil((end - begin) * each) // ALIGNMENT) * ALIGNMENT
+    codec = BlockCodec(slots, form)
+    block = HomeOptions(choice.home).block_bytes
+    return partial(page_bytes, codec, block_bytes=block)
+
+
+def _dtype(choice: Choice) -> torch.dtype:
+    return torch.bfloat16 if choice.dtype == "bfloat16" else torch.float32
 
 
 def _held(model: ModelShape, groups: list[PagedGroup]) -> dict[int, list[int]]:
-    """For each group, those pinned while it runs: of its unit, and of the layer around it."""
+    """For each group, those pinned while it runs: of its units, and of the layer around them."""
     by_unit: dict[str, list[int]] = {}
-    by_layer: dict[int, list[int]] = {}
     for group in groups:
-        by_unit.setdefault(group.unit.name, []).append(group.group)
-        if group.unit.role == Role.LAYER:
-            by_layer.setdefault(group.unit.layer, []).append(group.group)
-    root = [g.group for g in groups if g.unit.role == Role.ROOT]
-    embedding = [g.group for g in groups if g.unit.role == Role.EMBEDDING]
-    held = {}
+        for unit in group.units:
+            by_unit.setdefault(unit.name, []).append(group.group)
+    layers = {u.layer: by_unit.get(u.name, []) for u in model.of(Role.LAYER)}
+    root = [g for u in model.of(Role.ROOT) for g in by_unit.get(u.name, [])]
+    embedding = [g for u in model.of(Role.EMBEDDING) for g in by_unit.get(u.name, [])]
+    held: dict[int, list[int]] = {}
     for group in groups:
-        around = list(root)
-        if group.unit.role == Role.EXPERT:
-            around += by_layer[group.unit.layer]
-        if group.unit.role == Role.HEAD and model.tied:
-            around += embedding
-        around += by_unit[group.unit.name]
-        held[group.group] = [g for g in dict.fromkeys(around) if g != group.group]
-    return held
+        found = held[group.group] = []
+        for unit in group.units:
+            found += root
+            if unit.role == Role.EXPERT:
+                found += layers[unit.layer]
+            if unit.role == Role.HEAD and model.tied:
+                found += embedding
+            found += by_unit[unit.name]
+            if group.adapter:  # it counts with what its first unit owns
+                break
+    return {g: [o for o in dict.fromkeys(found) if o != g] for g, found in held.items()}
 
 
 def page(model: ModelShape, choice: Choice) -> Paged:
@@ -113,15 +148,23 @@ def page(model: ModelShape, choice: Choice) -> Paged:
     table = PageTable(max(choice.page_size // FRAME_BYTES, 1) * FRAME_BYTES)
     groups: list[PagedGroup] = []
     members: dict[int, list[int]] = {}
-    packed = _packed(choice)
+
+    def add(units: tuple[Unit, ...], spec: GroupSpec, numel: int, stored: StoredBytes | None) -> int:
+        number = table.add_group(spec, {}, stored)
+        groups.append(PagedGroup(number, units, spec, numel))
+        return number
+
+    sides_of: dict[str, list[Side]] = {}  # by the unit that owns them
+    for side in find_sides(model, choice):
+        sides_of.setdefault(side.hosts[0].name, []).append(side)
     for unit in model.units:
         set_index = unit.layer if unit.role == Role.EXPERT else -1
-        for place, (spec, numel) in enumerate(_specs(unit, choice)):
-            made = replace(spec, set_index=set_index if spec.has_gradient else -1)
-            number = table.add_group(made, {}, None if made.has_gradient else packed)
-            groups.append(PagedGroup(number, unit, made, numel))
-            if set_index >= 0 and place == 0:
-                members.setdefault(set_index, []).append(number)
+        spec, stored = _own(unit, choice)
+        number = add((unit,), replace(spec, set_index=set_index), unit.numel, stored)
+        if set_index >= 0:
+            members.setdefault(set_index, []).append(number)
+        for side in sides_of.get(unit.name, ()):
+            add(tuple(side.hosts), side.spec(choice), side.numel, None)
     table.seal()
     numbered = tuple(tuple(members[s]) for s in sorted(members))
     frames, owner = table.smallest_budget(_held(model, groups))
@@ -129,20 +172,117 @@ def page(model: ModelShape, choice: Choice) -> Paged:
     return Paged(model, choice, table, tuple(groups), numbered, least)
 
 
-def _specs(unit: Unit, choice: Choice) -> Iterator[tuple[GroupSpec, int]]:
-    """A unit's groups and the parameters in each, the trainable one first."""
+def _own(unit: Unit, choice: Choice) -> tuple[GroupSpec, StoredBytes | None]:
+    """A unit's own group: trained, or frozen under adapters, with its form at home."""
     if choice.rank is None:
-        yield _trained(unit, unit.num_bytes(choice.item_bytes), choice), unit.numel
-        return
-    adapter = adapter_numel(unit, choice)
-    if adapter:
-        num_bytes = -(-adapter * choice.item_bytes // ALIGNMENT) * ALIGNMENT
-        yield _trained(unit, num_bytes, choice), adapter
+        return _trained(unit, unit.num_bytes(choice.item_bytes), choice), None
+    slots: list[Slot] = []
     num_bytes = max(unit.num_bytes(choice.item_bytes), ALIGNMENT)
-    yield (
-        GroupSpec(f"{unit.name} (frozen)", num_bytes, 0, False, unit.layer, unit.expert),
-        unit.numel,
-    )
+    if unit.count == 1:
+        tensors = ((n, torch.Size(s), _dtype(choice)) for n, s in unit.parameters.items())
+        slots, num_bytes = lay_out_shapes(tensors, choice.frozen_format != "native")
+    spec = GroupSpec(f"{unit.name} (frozen)", num_bytes, 0, False, unit.layer, unit.expert)
+    return spec, _packed(unit, choice, slots)
+
+
+@dataclass
+class Side:
+    """Adapters that share a group, as `odc.fsdp.sides` joins them.
+
+    Attributes:
+        hosts: Layers that pin it; the first owns it.
+        shapes: Of the two matrices of each adapted layer.
+    """
+
+    hosts: list[Unit]
+    shapes: list[Shape]
+
+    @property
+    def num_bytes(self) -> int:
+        """Adapters are float32, each matrix at a multiple of 64 bytes."""
+        return adapter_bytes(self.shapes)
+
+    @property
+    def numel(self) -> int:
+        """Its parameters."""
+        return sum(map(math.prod, self.shapes))
+
+    def spec(self, choice: Choice) -> GroupSpec:
+        """As the page table has it."""
+        first, last = self.hosts[0], self.hosts[-1]
+        span = first.name if first is last else f"{first.name} to {last.name}"
+        return GroupSpec(
+            f"{span} (adapter default)",
+            max(self.num_bytes, ALIGNMENT),
+            NUM_MOMENTS,
+            True,
+            first.layer,
+            -1,
+            at_home=choice.where == "home",
+        )
+
+
+def adapter_bytes(shapes: Iterable[Shape]) -> int:
+    """Bytes of matrices in float32, each at a multiple of 64."""
+    return sum(-(-math.prod(s) * MASTER_BYTES // ALIGNMENT) * ALIGNMENT for s in shapes)
+
+
+def find_sides(model: ModelShape, choice: Choice) -> list[Side]:
+    """The groups of adapters: neighbouring layers share one while its state fits a frame.
+
+    What lies beside experts belongs to their layer.
+    """
+    if choice.rank is None:
+        return []
+    layers = {u.layer: u for u in model.of(Role.LAYER)}
+    latest: dict[tuple[bool, bool], Side] = {}
+    found: list[Side] = []
+    for unit in model.units:
+        shapes = adapter_shapes(unit, choice)
+        if not shapes:
+            continue
+        in_set = unit.role == Role.EXPERT
+        host = layers[unit.layer] if in_set else unit
+        side = latest.get((in_set, host.role == Role.ROOT))
+        if side is not None and _joins(side, host, shapes):
+            side.shapes += shapes
+            if side.hosts[-1] is not host:
+                side.hosts.append(host)
+            continue
+        side = latest[in_set, host.role == Role.ROOT] = Side([host], shapes)
+        found.append(side)
+    return found
+
+
+def _joins(side: Side, host: Unit, shapes: list[Shape]) -> bool:
+    """Whether a unit's adapters may join those of the units before it."""
+    last = side.hosts[-1]
+    if last is host:
+        return True
+    if last.layer < 0 or host.layer < 0:
+        return False
+    return (2 + NUM_MOMENTS) * adapter_bytes([*side.shapes, *shapes]) <= FRAME_BYTES
+
+
+def adapter_shapes(unit: Unit, choice: Choice) -> list[Shape]:
+    """Of a unit's LoRA adapters: (rank, in) and (out, rank) of each target."""
+    if choice.rank is None or unit.role == Role.EMBEDDING:
+        return []
+    found: list[Shape] = []
+    for name, shape in unit.parameters.items():
+        module, _, last = name.rpartition(".")
+        if last == "weight" and len(shape) == 2 and is_target(module, unit, choice.targets):
+            found += [(choice.rank, shape[1]), (shape[0], choice.rank)]
+    return found * unit.count
+
+
+def is_target(module: str, unit: Unit, targets: tuple[str, ...]) -> bool:
+    """Whether a linear layer gets an adapter (see `adapter.targets`)."""
+    if targets == (ALL_LINEAR,):
+        return unit.layer >= 0
+    if len(targets) == 1 and not re.fullmatch(r"[\w.]+", targets[0]):
+        return LoraConfig(targets=targets[0]).matches(module)
+    return LoraConfig(targets=targets).matches(module)
 
 
 def _trained(unit: Unit, num_bytes: int, choice: Choice) -> GroupSpec:
@@ -161,25 +301,11 @@ def _trained(unit: Unit, num_bytes: int, choice: Choice) -> GroupSpec:
     )
 
 
-def adapter_numel(unit: Unit, choice: Choice) -> int:
-    """Parameters of a unit's LoRA adapters: rank x (rows + columns) of each target."""
-    if choice.rank is None or unit.role == Role.EMBEDDING:
-        return 0
-    total = 0
-    for name, shape in unit.parameters.items():
-        target = name.removesuffix(".weight").rpartition(".")[2]
-        if target in choice.targets and len(shape) == 2:
-            total += choice.rank * sum(shape)
-    return total * unit.count
-
-
 def largest_gradient_bytes(paged: Paged) -> int:
     """Of a single parameter: autograd holds it beside the page until it is copied there."""
-    largest = 0
-    for group in paged.groups:
-        if group.trainable and paged.choice.rank is None:
-            largest = max(largest, group.unit.largest_numel)
-        elif group.trainable:
-            rows = [max(s) for s in group.unit.parameters.values() if len(s) == 2]
-            largest = max(largest, (paged.choice.rank or 0) * max(rows, default=0))
-    return math.ceil(largest * paged.choice.item_bytes)
+    choice = paged.choice
+    if choice.rank is None:
+        return choice.item_bytes * max(unit.largest_numel for unit in paged.model.units)
+    units = paged.model.units
+    shapes = (s for unit in units for s in adapter_shapes(replace(unit, count=1), choice))
+    return MASTER_BYTES * max(map(math.prod, shapes), default=0)

@@ -150,7 +150,7 @@ class ModelShape:
         """Experts of a layer that get a token, where the router spreads tokens evenly."""
         if not self.num_experts:
             return 0.0
-        miss = (1.0 - self.top_k / self.num_experts) ** tokens
+        miss = max(1.0 - self.top_k / self.num_experts, 0.0) ** tokens
         return self.num_experts * (1.0 - miss)
 
     def bundled(self, most: int) -> "ModelShape":

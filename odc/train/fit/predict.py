@@ -32,8 +32,9 @@ from odc.train.fit.rates import Rates
 from odc.train.fit.work import Times, make_workload
 from odc.train.policies import make_policy
 
-WARM_UP, MEASURED = 2, 2
-_PASSES = 4  # micro-batches of a step that are simulated
+WARM_UP, MEASURED = 2, 2  # steps
+SHORT = 1, 1  # of models known by their shapes alone: full-size ones
+_PASSES, _SHORT_PASSES = 4, 3  # micro-batches of a step that are simulated
 POLICY = "cost_aware+popularity"
 # How far a measured step was from the simulated one, either way (benchmarks/fit.py).
 MEASURED_SPREAD, TOLD_SPREAD = 0.2, 0.35
@@ -121,9 +122,11 @@ def _simulated(
 ) -> Prediction:
     """One run of the simulator."""
     choice = paged.choice
-    alike = _alike(choice)
+    small = paged.model.config is not None
+    warm_up, measured = (WARM_UP, MEASURED) if small else SHORT
+    alike = _alike(choice, _PASSES if small else _SHORT_PASSES)
     shorter = replace(paged, choice=replace(choice, accumulate=choice.accumulate - alike))
-    workload = make_workload(shorter, times, WARM_UP + MEASURED)
+    workload = make_workload(shorter, times, warm_up + measured)
     eviction, prefetch = make_policy(POLICY, workload)
     result = simulate(
         workload,
@@ -132,9 +135,9 @@ def _simulated(
         eviction=eviction,
         prefetch=prefetch,
         tuning=Tuning(rehearse="now" if rehearse else ""),
-    ).after(WARM_UP)
+    ).after(warm_up)
     sums = _Sums.of(result.passes, alike)
-    bound, limit = _step_bound(workload.part(WARM_UP), pages, link, alike)
+    bound, limit = _step_bound(workload.part(warm_up), pages, link, alike)
     return Prediction(
         step_s=sums.elapsed_s,
         compute_s=sums.compute_s,
@@ -147,9 +150,9 @@ def _simulated(
     )
 
 
-def _alike(choice: Choice) -> int:
+def _alike(choice: Choice, passes: int) -> int:
     """Micro-batches of a step that are not simulated."""
-    return max(choice.accumulate - _PASSES, 0) if choice.order == "micro_major" else 0
+    return max(choice.accumulate - passes, 0) if choice.order == "micro_major" else 0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import yaml
 
 from odc.sizes import format_bytes
 from odc.train.fit.answer import Answer, device_accounts
-from odc.train.fit.choice import as_tree, has_key, overrides
+from odc.train.fit.choice import as_tree, overrides
 from odc.train.fit.predict import Prediction
 from odc.train.fit.rates import Rates
 from odc.train.fit.verify import Measured
@@ -93,7 +93,7 @@ def settings_yaml(answer: Answer) -> str:
 def _model_keys(answer: Answer) -> dict[str, Any]:
     model = answer.model
     if model.config is None:
-        return {"model.path": model.folder} if has_key("model.path") else {}
+        return {} if model.folder is None else {"model.path": model.folder}
     keys = {
         f"model.{name}": value
         for name, value in model.config.shown().items()

@@ -13,7 +13,7 @@ from functools import cached_property
 from odc.memory.events import Kind
 from odc.memory.frames import FRAME_BYTES
 from odc.train.fit.accounts import Accounts, Target, account, has_room, offloaded_bytes
-from odc.train.fit.choice import Choice, accepts
+from odc.train.fit.choice import Choice
 from odc.train.fit.groups import Paged, page
 from odc.train.fit.model import ModelShape, Role
 from odc.train.fit.predict import Prediction, link_of, predict
@@ -21,12 +21,15 @@ from odc.train.fit.rates import Rates, times_of
 from odc.train.fit.work import Times
 
 STEP_TOKENS = 1 << 17  # of an optimizer step at most, unless the user says more
+_MODES = ("keep", "checkpoint", "offload")
+_ORDERS = ("micro_major", "layer_major")
 _MICRO = (1, 2, 4, 8, 16, 32, 64)
 _ACCUMULATE = (1, 2, 4, 8, 16, 32, 64)
 _SIMULATED = 2
+_FEW_COUNTS = (1, 2, 4, 16, 64)  # micro-batches that are tried of models known by shapes
 _CLOSE = 1.05
 _LOSS_CHUNK = 1024
-_BUNDLES = 4  # of experts that a simulated layer keeps apart
+_BUNDLES = 2  # of experts that a simulated layer keeps apart
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Search:
     def _page(self, choice: Choice) -> Paged:
         key = (
             *(choice.dtype, choice.rank, choice.where, choice.targets),
-            *(choice.page_size, choice.frozen_format),
+            *(choice.page_size, choice.frozen_format, choice.rank and choice.home == "host"),
         )
         if key not in self._paged:
             self._paged[key] = page(self.model, choice)
@@ -141,7 +144,7 @@ class Search:
         """Everything on the device, where that fits at one sequence."""
         micro = self.fixed.micro_batch or 1
         dtype = "float32" if self.fixed.rank is None else self.fixed.dtype
-        for mode in self._modes():
+        for mode in _MODES:
             choice = replace(self._base(micro), mode=mode, total_mem=None, dtype=dtype)
             if self.fixed.total_mem is not None:
                 continue
@@ -160,6 +163,8 @@ class Search:
         top = fitting[0].rough_tokens_s
         close = [c for c in fitting if c.rough_tokens_s * _CLOSE >= top]
         close.sort(key=lambda c: (c.choice.step_tokens, c.choice.accumulate, -c.rough_tokens_s))
+        if self.whole.config is None:  # a simulation takes seconds: bytes over rates decide
+            return close[0]
         tried = _distinct([*close[:_SIMULATED], fitting[0]])
         best = max(tried, key=lambda c: c.prediction.tokens_s)
         self._predictions = {c.choice: c.prediction for c in tried}
@@ -169,7 +174,7 @@ class Search:
     def candidates(self) -> Iterator[Candidate]:
         """All combinations worth a look."""
         for mode, (where, update), order, packed in itertools.product(
-            self._modes(), self._places(), self._orders(), self._formats()
+            _MODES, self._places(), _ORDERS, self._formats()
         ):
             for micro, count in self._batches(order):
                 yield from self._homed(
@@ -207,7 +212,7 @@ class Search:
         fixed = self.fixed
         total = self.target.usable if fixed.total_mem is None else fixed.total_mem
         loss = micro * fixed.seq_len * self.model.vocab * 12
-        chunk = _LOSS_CHUNK if loss > total // 10 and accepts("activations.loss_chunk", 1024) else 0
+        chunk = _LOSS_CHUNK if loss > total // 10 else None
         return Choice(
             seq_len=fixed.seq_len,
             micro_batch=micro,
@@ -215,35 +220,24 @@ class Search:
             dtype=fixed.dtype,
             rank=fixed.rank,
             total_mem=total,
-            loss_chunk=chunk or None,
+            loss_chunk=chunk,
         )
 
-    def _modes(self) -> list[str]:
-        if not accepts("activations.mode", "keep"):
-            return ["keep", "checkpoint"]
-        return [m for m in ("keep", "checkpoint", "offload") if accepts("activations.mode", m)]
-
     def _places(self) -> list[tuple[str, str]]:
-        found = [("device", "backward")] if self.fixed.dtype == "float32" else []
-        if accepts("optimizer.where", "home"):
-            found.append(("home", "backward"))
-        return found or [("device", "backward")]
+        """Where updates run: only masters at home go with parameters of bfloat16."""
+        at_home = [("home", "backward")]
+        whole = self.fixed.dtype == "float32" or self.fixed.rank is not None
+        return [("device", "backward"), *at_home] if whole else at_home
 
-    def _orders(self) -> list[str]:
-        both = ("micro_major", "layer_major")
-        found = [order for order in both if accepts("accumulation.order", order)]
-        return found or ["micro_major"]
-
-    def _formats(self) -> list[str]:
-        if self.fixed.rank is None or not accepts("memory.frozen_format", "native"):
-            return ["native"]
-        return [f for f in ("native", "int8", "int4") if accepts("memory.frozen_format", f)]
+    def _formats(self) -> tuple[str, ...]:
+        return ("native",) if self.fixed.rank is None else ("native", "int8", "int4")
 
     def _batches(self, order: str) -> Iterator[tuple[int, int]]:
         fixed = self.fixed
         most = max(STEP_TOKENS // fixed.seq_len, 1)
+        counts = _ACCUMULATE if self.whole.config is not None else _FEW_COUNTS
         for micro in _MICRO if fixed.micro_batch is None else (fixed.micro_batch,):
-            for count in _ACCUMULATE if fixed.accumulate is None else (fixed.accumulate,):
+            for count in counts if fixed.accumulate is None else (fixed.accumulate,):
                 wasted = order == "layer_major" and count == 1
                 if (micro * count <= most or micro * count == 1) and not wasted:
                     yield micro, count

@@ -147,10 +147,7 @@ class _Steps:
             last = updates and turn == self._together - 1
             self._set(drawn, Phase.BACKWARD, times.backward[Role.EXPERT], last)
         self._turn = self._micro
-        for group in self._groups(layer):
-            if group.trainable:
-                rows, after = self._gradient(group, backward, updates)
-                self._add(Phase.BACKWARD, [Bundle(group.group, rows, after)])
+        self._gradients(layer, backward, updates)
 
     def _draw(self, layer: int) -> list[Unit]:
         units = self._experts[layer]
@@ -179,9 +176,16 @@ class _Steps:
                 self._add(Phase.BACKWARD, [Bundle(group.group, rows, after)])
             return
         self._read(unit, Phase.BACKWARD, compute_ns)
-        for group in trained:
-            rows, after = self._gradient(group, 0.0, updates)
-            self._add(Phase.BACKWARD, [Bundle(group.group, rows, after)])
+        self._gradients(unit, 0.0, updates)
+
+    def _gradients(self, unit: Unit, compute_ns: float, updates: bool) -> None:
+        """What a unit's backward leaves; a group of several layers is final behind its first."""
+        for group in self._groups(unit):
+            if group.trainable:
+                final = updates and unit is group.units[0]
+                begun = unit is not group.units[-1]
+                rows, after = self._gradient(group, compute_ns, final, begun)
+                self._add(Phase.BACKWARD, [Bundle(group.group, rows, after)])
 
     def _set(
         self, units: list[Unit], phase: Phase, compute_ns: float, updates: bool = False
@@ -217,10 +221,10 @@ class _Steps:
     # -- rows ------------------------------------------------------------------------------------
 
     def _gradient(
-        self, group: PagedGroup, compute_ns: float, updates: bool
+        self, group: PagedGroup, compute_ns: float, updates: bool, begun: bool = False
     ) -> tuple[list[Row], int]:
         """The gradient comes, and with `updates` goes at once; behind it, what is left to do."""
-        op = Op.CREATE if self._turn == 0 else Op.WRITE
+        op = Op.CREATE if self._turn == 0 and not begun else Op.WRITE
         compute_ns *= 1 if group.unit.role == Role.EXPERT else self._together
         until = self._ns(_TO_GRADIENT * compute_ns)
         left = self._ns((1 - _TO_GRADIENT) * compute_ns + self.times.copy * group.numel)
