@@ -22,6 +22,7 @@ from odc.train.compose import prepare_process
 from odc.train.config import Config, load_config
 from odc.train.fit.accounts import Target
 from odc.train.fit.answer import Answer, judge
+from odc.train.fit.choice import choice_of
 from odc.train.fit.model import model_of_config
 from odc.train.fit.rates import Told, find_rates
 from odc.train.fit.report import verified
@@ -45,7 +46,7 @@ MOE = {
     "model.expert_size": 768,
     "data.vocab_size": 2048,
     "train.seq_len": 128,
-    "train.micro_batch": 2,
+    "train.micro_batch": 8,
 }
 CASES: dict[str, dict[str, Any]] = {
     "dense, host, tight": DENSE | {"memory.page_budget": "96MB"},

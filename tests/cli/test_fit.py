@@ -15,7 +15,14 @@ CARD = [
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-3-8b",
+        pytest.param("qwen3-30b-a3b", marks=pytest.mark.slow),
+        pytest.param("gpt-oss-20b", marks=pytest.mark.slow),
+    ],
+)
 def test_the_settings_found_for_a_card_pass_a_dry_run(name, method, capsys, tmp_path):
     assert main(["fit", str(MODELS / name), *CARD, "--method", method, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -145,6 +145,8 @@ def _settled(search: Search, choice: Choice, line: str, largest: int) -> Answer:
     accounts = search.exact_accounts(choice)
     made = search.predict(choice, accounts)
     helps = [] if made.limit == "compute" else [_FASTER[made.limit]]
+    if choice.rank is not None:
+        helps = [text.replace(_ADAPTERS, "") for text in helps]
     return Answer(
         search.whole,
         search.target,
@@ -159,10 +161,11 @@ def _settled(search: Search, choice: Choice, line: str, largest: int) -> Answer:
     )
 
 
+_ADAPTERS = ", or adapters (--method lora)"
 _FASTER = {
-    "link": "the link limits: more micro-batches a step (train.accumulate), adapters (--method "
-    "lora), or a device with more memory move fewer bytes for each token",
-    "disk": "the disk limits: more host memory, a faster disk, or adapters (--method lora)",
+    "link": f"the link limits: more micro-batches a step (train.accumulate){_ADAPTERS}, or a "
+    "device with more memory move fewer bytes for each token",
+    "disk": f"the disk limits: more host memory or a faster disk{_ADAPTERS}",
 }
 
 

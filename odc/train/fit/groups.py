@@ -23,6 +23,7 @@ from odc.train.fit.choice import Choice
 from odc.train.fit.model import ALIGNMENT, ModelShape, Role, Shape, Unit
 
 NUM_MOMENTS = 2
+_ROUTER = re.compile(r"\.(?:router|mlp\.gate)$")  # read without a call: nothing can lie beside
 MASTER_BYTES = 4  # of parameters and moments that are updated
 
 
@@ -105,7 +106,9 @@ def _packed(unit: Unit, choice: Choice, slots: list[Slot]) -> StoredBytes | None
     Of experts in a bundle it is their share, of all else what the codec says.
     """
     form = BlockFormat.of(choice.frozen_format)
-    if form is None or not any(is_coded(torch.Size(s), _dtype(choice)) for s in unit.parameters.values()):
+    if form is None or not any(
+        is_coded(torch.Size(s), _dtype(choice)) for s in unit.parameters.values()
+    ):
         return None
     if unit.count > 1:
         each = sum(form.sizes(1)) / (BLOCK * choice.item_bytes)
@@ -149,7 +152,9 @@ def page(model: ModelShape, choice: Choice) -> Paged:
     groups: list[PagedGroup] = []
     members: dict[int, list[int]] = {}
 
-    def add(units: tuple[Unit, ...], spec: GroupSpec, numel: int, stored: StoredBytes | None) -> int:
+    def add(
+        units: tuple[Unit, ...], spec: GroupSpec, numel: int, stored: StoredBytes | None
+    ) -> int:
         number = table.add_group(spec, {}, stored)
         groups.append(PagedGroup(number, units, spec, numel))
         return number
@@ -279,7 +284,7 @@ def adapter_shapes(unit: Unit, choice: Choice) -> list[Shape]:
 def is_target(module: str, unit: Unit, targets: tuple[str, ...]) -> bool:
     """Whether a linear layer gets an adapter (see `adapter.targets`)."""
     if targets == (ALL_LINEAR,):
-        return unit.layer >= 0
+        return unit.layer >= 0 and not _ROUTER.search(module)
     if len(targets) == 1 and not re.fullmatch(r"[\w.]+", targets[0]):
         return LoraConfig(targets=targets[0]).matches(module)
     return LoraConfig(targets=targets).matches(module)

@@ -36,7 +36,7 @@ WARM_UP, MEASURED = 2, 2  # steps
 SHORT = 1, 1  # of models known by their shapes alone: full-size ones
 _PASSES, _SHORT_PASSES = 4, 3  # micro-batches of a step that are simulated
 POLICY = "cost_aware+popularity"
-# How far a measured step was from the simulated one, either way (benchmarks/fit.py).
+# How far a step may be from the simulated one, either way: assumed.
 MEASURED_SPREAD, TOLD_SPREAD = 0.2, 0.35
 
 

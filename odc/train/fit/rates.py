@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from odc.fsdp.adamw import measure_update_rate
+from odc.fsdp.lora import lora
 from odc.memory.home import default_folder
 from odc.memory.replay import Link
 from odc.train.config_schema import ModelConfig
@@ -250,7 +251,7 @@ def measured_flops(model: ModelShape, choice: Choice, threads: int) -> float:
 def times_of(model: ModelShape, choice: Choice, rates: Rates, threads: int = 1) -> Times:
     """What a step of a choice computes: measured where that can be, else from operations."""
     small = model.config is not None and 4 * model.largest.numel < _MOST_BYTES
-    if rates.flops is None and small and choice.rank is None and choice.dtype == "float32":
+    if rates.flops is None and small and choice.dtype == "float32":
         made = measured_times(model, choice, threads)
     else:
         flops = rates.flops or measured_flops(model, choice, threads)
@@ -327,6 +328,9 @@ class _Bench:
         values = {name: getattr(model.config, name) for name in ModelConfig.fields()}
         config = ModelConfig(**values | {"num_layers": self.count})
         self.model = build_model(config, model.vocab)
+        if choice.rank is not None:
+            only = choice.targets[0] if len(choice.targets) == 1 else choice.targets
+            lora(self.model, choice.rank, targets=only)
         self.shape = (choice.micro_batch, choice.seq_len, model.hidden)
         self.ids = torch.randint(0, model.vocab, self.shape[:2])
         self.rope = rope_tables(0, choice.seq_len, config, torch.device("cpu"))
@@ -358,6 +362,9 @@ class _Bench:
 
     def embedding(self) -> tuple[float, float]:
         """(forward, backward) s of the embedding."""
+        if not self.model.embed.weight.requires_grad:
+            with torch.no_grad():
+                return _seconds(lambda: self.model.embed(self.ids)), 0.0
         return self._time(lambda: self.model.embed(self.ids).sum())
 
     def expert(self) -> tuple[float, float]:

@@ -62,7 +62,8 @@ def _table(sizes: Mapping[str, int]) -> Iterator[str]:
 def _speed(made: Prediction) -> Iterator[str]:
     low, high = made.range_tokens_s
     yield (
-        f"speed: {made.tokens_s:,.4g} tokens/s expected ({low:,.4g} to {high:,.4g}), "
+        f"speed: {made.tokens_s:,.4g} tokens/s expected ({low:,.4g} to {high:,.4g}, an "
+        f"assumed {made.spread:.0%} either way), "
         f"{made.bound_tokens_s:,.4g} at most by any schedule"
     )
     yield (

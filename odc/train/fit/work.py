@@ -5,6 +5,7 @@ the layers with the experts that the router chose, the head; in backward the oth
 group updated as soon as its gradient is final, or all of them in the optimizer's step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -175,17 +176,24 @@ class _Steps:
                 rows = [(_P, Op.READ, 0), *rows]
                 self._add(Phase.BACKWARD, [Bundle(group.group, rows, after)])
             return
-        self._read(unit, Phase.BACKWARD, compute_ns)
-        self._gradients(unit, 0.0, updates)
+        if unit.role == Role.EMBEDDING:  # nothing behind it wants a gradient
+            return
+        for group in frozen:
+            after = 0 if trained else self._ns(compute_ns * self._together)
+            self._add(Phase.BACKWARD, [Bundle(group.group, [(_P, Op.READ, 0)], after)])
+        self._gradients(unit, compute_ns, updates, [(_P, Op.READ, 0)])
 
-    def _gradients(self, unit: Unit, compute_ns: float, updates: bool) -> None:
+    def _gradients(
+        self, unit: Unit, compute_ns: float, updates: bool, first: Sequence[Row] = ()
+    ) -> None:
         """What a unit's backward leaves; a group of several layers is final behind its first."""
-        for group in self._groups(unit):
-            if group.trainable:
-                final = updates and unit is group.units[0]
-                begun = unit is not group.units[-1]
-                rows, after = self._gradient(group, compute_ns, final, begun)
-                self._add(Phase.BACKWARD, [Bundle(group.group, rows, after)])
+        trained = [group for group in self._groups(unit) if group.trainable]
+        for group in trained:
+            final = updates and unit is group.units[0]
+            begun = unit is not group.units[-1]
+            share = compute_ns / len(trained)
+            rows, after = self._gradient(group, share, final, begun)
+            self._add(Phase.BACKWARD, [Bundle(group.group, [*first, *rows], after)])
 
     def _set(
         self, units: list[Unit], phase: Phase, compute_ns: float, updates: bool = False
