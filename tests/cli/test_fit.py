@@ -23,7 +23,11 @@ CARD = [
         pytest.param("gpt-oss-20b", marks=pytest.mark.slow),
     ],
 )
-def test_the_settings_found_for_a_card_pass_a_dry_run(name, method, capsys, tmp_path):
+def test_the_settings_found_for_a_card_pass_a_dry_run(
+    name, method, capsys, tmp_path, monkeypatch
+):
+    # updates at home are those of this machine, which is not equally fast twice
+    monkeypatch.setattr("odc.train.fit.rates.update_seconds", lambda threads: 4e-10)
     assert main(["fit", str(MODELS / name), *CARD, "--method", method, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     path = tmp_path / "config.yaml"
@@ -47,6 +51,13 @@ def test_a_dry_run_refuses_what_cannot_work_and_trains_nothing(capsys, tmp_path,
     assert "does not fit: device:" in capsys.readouterr().out
     assert main([*words, "memory.total_mem=much"]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_refuses_a_place_of_updates_as_a_run_does(capsys):
+    words = ["train", "tiny-dense", "train.dtype=bfloat16", "memory.total_mem=1GB"]
+    for more in ([], ["--dry-run", *CARD]):
+        assert main([*words, *more]) == 2
+        assert "train.dtype: got bfloat16 with optimizer.where device" in capsys.readouterr().err
 
 
 def test_a_machine_is_told_to_a_dry_run_only(capsys):
