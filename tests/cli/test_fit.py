@@ -23,9 +23,7 @@ CARD = [
         pytest.param("gpt-oss-20b", marks=pytest.mark.slow),
     ],
 )
-def test_the_settings_found_for_a_card_pass_a_dry_run(
-    name, method, capsys, tmp_path, monkeypatch
-):
+def test_the_settings_found_for_a_card_pass_a_dry_run(name, method, capsys, tmp_path, monkeypatch):
     # updates at home are those of this machine, which is not equally fast twice
     monkeypatch.setattr("odc.train.fit.rates.update_seconds", lambda threads: 4e-10)
     assert main(["fit", str(MODELS / name), *CARD, "--method", method, "--json"]) == 0
