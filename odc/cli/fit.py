@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  odc fit Meta-Llama-3-8B --device 24GB --host 64GB --disk 1TB --link 25GB/s --flops 100T
+  odc fit models/Meta-Llama-3-8B --device 24GB --host 64GB --disk 1TB --link 25GB/s --flops 100T
   odc fit --shapes model.csv.gz --config config.json --device 24GB --host 64GB --method lora
   odc fit config.yaml                    the settings of a configuration, on this machine
   odc fit config.yaml --search --device 1GB
@@ -152,9 +152,14 @@ def _model(args: argparse.Namespace) -> "tuple[Config | None, ModelShape]":
         if overrides:
             raise UsageError(f"{overrides[0]}: a folder takes no overrides; give a config.yaml")
         return None, model_of_folder(Path(names[0]))
-    from odc.cli.train import config_path
+    from odc.cli.train import config_path, packaged_configs
     from odc.train.config import load_config
 
+    if not Path(names[0]).is_file() and names[0] not in packaged_configs():
+        raise UsageError(
+            f"{names[0]}: no such file or folder; give a folder with a config.json (nothing is "
+            f"downloaded), a config.yaml, or one of {', '.join(packaged_configs())}"
+        )
     config, _ = load_config(config_path(names[0]), overrides)
     return config, model_of_run(config)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from odc.train.fit.accounts import Target
     from odc.train.fit.rates import Told
 
+_LEAST_BYTES = 2 << 20  # a frame
 MACHINE = ("device", "host", "disk", "link", "disk_rate", "flops")
 
 
@@ -35,6 +36,9 @@ def machine_of(args: argparse.Namespace, config: "Config | None") -> "Target":
     device, host, disk = (
         None if text is None else parse_size(text) for text in (args.device, args.host, args.disk)
     )
+    for option, size in (("--device", device), ("--host", host), ("--disk", disk)):
+        if size is not None and 0 < size < _LEAST_BYTES:
+            raise UsageError(f"{option}: got {size} bytes; allowed: sizes with a unit, as in 24GB")
     here = gather(default_folder(None if config is None else config.memory.home_dir))
     assert here.folder is not None, "it was asked for"
     machine = here

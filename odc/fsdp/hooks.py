@@ -14,6 +14,7 @@ the time of their beginning and end for that; what nothing ended ends with the b
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -171,15 +172,25 @@ class UnitHooks:
         self.runtime.collective.unshard(group)
 
     def hook_parameters(self) -> None:
-        """Take gradients from autograd as they become complete."""
+        """Take gradients from autograd as they become complete.
+
+        The hook lies in C++, where no collector looks: it must not keep the model.
+        """
+        own = weakref.ref(self)
+
+        def take(parameter: torch.Tensor) -> None:
+            unit = own()
+            if unit is not None:
+                unit._take(parameter)
+
         for group in self.groups.own:
             for parameter in group.parameters:
                 if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(self._take)
+                    handle = parameter.register_post_accumulate_grad_hook(take)
                     self._gradient_handles.append(handle)
 
     def unhook_parameters(self) -> None:
-        """Without its hooks, which lie in C++, a model can be collected."""
+        """Give the hooks of parameters up."""
         for handle in self._gradient_handles:
             handle.remove()
 

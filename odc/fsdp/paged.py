@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -51,7 +52,13 @@ class PagedModule(nn.Module):
 
         Raises:
             ValueError: no parameter has such a name.
+            TypeError: ``prefix`` is no text.
         """
+        if not isinstance(prefix, str):
+            raise TypeError(
+                "resident takes the beginning of parameters' names, as in "
+                f"model.resident('layers.0'); got a {type(prefix).__name__}"
+            )
         groups = list(
             dict.fromkeys(
                 p._group
@@ -320,6 +327,7 @@ def paged(
         runtime.use_adapter(adapters.active)
     model.__class__ = type(f"Paged{type(model).__name__}", (PagedModule, type(model)), {})
     model._odc_runtime = runtime  # type: ignore[assignment]
+    weakref.finalize(model, memory.close)
     if optimizer is None:
         return model, None
     trainable = [p for p in model.parameters() if p.requires_grad]

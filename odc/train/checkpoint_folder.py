@@ -147,7 +147,7 @@ def check_identity(path: Path, identity: Identity) -> None:
         raise CheckpointError(
             f"{path}: belongs to a model with other parameters (structure "
             f"{header['structure_hash']}, expected {identity.structure_hash}); "
-            "use the model and data.vocab_size that it was saved with"
+            "use the model, data.vocab_size and train.dtype that it was saved with"
         )
     if header["corpus_hash"] != identity.corpus_hash:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import weakref
 from pathlib import Path
 
@@ -55,6 +56,21 @@ class TestMisuse:
         del model, optimizer
         gc.collect()
         assert layer() is None
+
+    @pytest.mark.parametrize("options", [{}, {"page_budget": "16MB", "where": "home"}])
+    def test_a_model_that_is_dropped_gives_its_memory_back(self, options) -> None:
+        model, optimizer = odc.paged(
+            nn.Sequential(nn.Linear(512, 512)), torch.optim.AdamW, lr=1e-3, **options
+        )
+        model(X).sum().backward()
+        optimizer.step()
+        memory, before = model.memory, threading.active_count()
+        layer = weakref.ref(model[0])
+        del model, optimizer
+        gc.collect()
+        assert layer() is None and threading.active_count() < before
+        with pytest.raises(odc.OdcError, match="closed"):
+            memory.begin_pass(0)
 
     def test_an_interrupted_update_leaks_no_pins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, optimizer = small()

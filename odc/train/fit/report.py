@@ -10,6 +10,7 @@ from odc.train.fit.answer import Answer, device_accounts
 from odc.train.fit.choice import as_tree, overrides
 from odc.train.fit.predict import Prediction
 from odc.train.fit.rates import Rates
+from odc.train.fit.search import MOST_SEQUENCES
 from odc.train.fit.verify import Measured
 
 
@@ -24,7 +25,9 @@ def format_answer(answer: Answer, yaml_text: str | None = None) -> str:
         lines += _accounts(answer)
     if answer.prediction is not None:
         lines += ["", *_speed(answer.prediction), ""]
-        lines.append(f"largest micro-batch with these settings: {answer.largest_micro_batch}")
+        most = answer.largest_micro_batch
+        least = "at least " if most >= MOST_SEQUENCES else ""
+        lines.append(f"largest micro-batch with these settings: {least}{most}")
     lines += [f"what helps: {help_}" for help_ in answer.helps]
     lines += ["", *_rates(answer.rates)]
     if answer.accounts is not None:

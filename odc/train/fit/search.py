@@ -20,6 +20,7 @@ from odc.train.fit.predict import Prediction, link_of, predict
 from odc.train.fit.rates import Rates, times_of
 from odc.train.fit.work import Times
 
+MOST_SEQUENCES = 1 << 12  # of a micro-batch: nobody asks for more
 STEP_TOKENS = 1 << 17  # of an optimizer step at most, unless the user says more
 _MODES = ("keep", "checkpoint", "offload")
 _ORDERS = ("micro_major", "layer_major")
@@ -199,8 +200,10 @@ class Search:
         if not fits(1):
             return 0
         low, high = 1, 2
-        while high <= 1 << 14 and fits(high):
+        while high <= MOST_SEQUENCES and fits(high):
             low, high = high, 2 * high
+        if high > MOST_SEQUENCES:
+            return low
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
