@@ -327,7 +327,8 @@ def paged(
         runtime.use_adapter(adapters.active)
     model.__class__ = type(f"Paged{type(model).__name__}", (PagedModule, type(model)), {})
     model._odc_runtime = runtime  # type: ignore[assignment]
-    weakref.finalize(model, memory.close)
+    # Not at exit: what still reads the model then must find it.
+    weakref.finalize(model, memory.close).atexit = False
     if optimizer is None:
         return model, None
     trainable = [p for p in model.parameters() if p.requires_grad]
