@@ -77,7 +77,7 @@ def train(folder: Path) -> dict[str, Any]:
     from odc.fsdp.paged import paged
     from odc.memory.ledger import resident_bytes
     from odc.memory.manager import MemoryManager
-    from odc.train.config_schema import ModelConfig
+    from odc.train.config_model import ModelConfig
     from odc.train.links import measure_disk
     from odc.train.models import build_model, initializer
     from odc.train.run_dir import machine

@@ -25,7 +25,7 @@ import torch
 
 from odc.fsdp.paged import paged
 from odc.memory.manager import MemoryManager
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.models import build_model, initializer
 from odc.train.run_dir import machine
 

@@ -25,7 +25,7 @@ import odc
 from odc.memory.events import Act, Kind
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.manager import MemoryManager
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.models import Transformer, build_model
 from odc.train.run_dir import machine
 

@@ -33,7 +33,7 @@ from odc.memory.victims import CostAware, Lru
 from odc.sizes import format_bytes
 from odc.train.compose import prepare_process
 from odc.train.config import load_config
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.models import build_model, initializer
 from odc.train.run_dir import machine
 

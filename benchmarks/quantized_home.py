@@ -28,7 +28,7 @@ import odc
 from odc.fsdp.blocks import BLOCK, FORMATS, BlockFormat
 from odc.memory.manager import MemoryManager
 from odc.memory.pager import Counters
-from odc.train.config_schema import DataConfig, ModelConfig
+from odc.train.config_model import DataConfig, ModelConfig
 from odc.train.models import Transformer, build_model
 from odc.train.run_dir import machine
 from odc.train.sampler import Sampler, evaluation_batches

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import odc
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.models import build_model
 
 REPEATS = 9

@@ -125,7 +125,7 @@ def _tokens(work: Work, batch: int, turn: int, rank: int) -> Any:
 
 
 def _config(work: Work) -> Any:
-    from odc.train.config_schema import ModelConfig
+    from odc.train.config_model import ModelConfig
 
     return ModelConfig(
         hidden_size=work.hidden,

@@ -21,7 +21,7 @@ from odc.fsdp.runtime import Runtime
 from odc.fsdp.safetensors_file import Entry, read_entries, read_span
 from odc.memory.events import Kind
 from odc.train.config import Config
-from odc.train.config_schema import AdapterConfig
+from odc.train.config_model import AdapterConfig
 from odc.train.models import initializer
 
 _SAMPLES = 256  # values of a parameter that its fingerprint is made of

@@ -160,7 +160,7 @@ def _transformer(contender: Contender, generator: Any) -> tuple[Any, Any, Any, A
     """
     import torch
 
-    from odc.train.config_schema import ModelConfig
+    from odc.train.config_model import ModelConfig
     from odc.train.models import build_model
 
     config = ModelConfig(hidden_size=512, num_layers=12, num_heads=8, mlp_size=2048)

@@ -26,7 +26,7 @@ from torch import nn
 
 import odc
 from odc.errors import CheckpointError, OdcError
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.tensor_file import FileRecord
 
 FORMAT = "odc-checkpoint/1"

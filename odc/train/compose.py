@@ -25,7 +25,7 @@ from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
 from odc.memory.scores_auto import auto_prefetcher
 from odc.train.adapters import add_adapter, base_initializer
 from odc.train.config import Config
-from odc.train.config_schema import MemoryConfig
+from odc.train.config_memory import MemoryConfig
 from odc.train.models import Transformer, build_model, init_parameter
 from odc.train.policies import EVICTIONS, prefetch_factory
 from profiler.schema import policy_code

@@ -19,21 +19,21 @@ import yaml
 
 from odc.errors import ConfigError
 from odc.train.config_checks import nearest
-from odc.train.config_schema import (
-    AccumulationConfig,
+from odc.train.config_memory import (
     ActivationsConfig,
-    AdapterConfig,
-    CheckpointConfig,
     CommunicationConfig,
-    DataConfig,
     MemoryConfig,
-    ModelConfig,
+    ShardingConfig,
+)
+from odc.train.config_model import AdapterConfig, DataConfig, ModelConfig
+from odc.train.config_section import Section
+from odc.train.config_training import (
+    AccumulationConfig,
+    CheckpointConfig,
     OptimizerConfig,
     ProfilerConfig,
-    ShardingConfig,
     TrainConfig,
 )
-from odc.train.config_section import Section
 from odc.train.files import atomic_path
 
 _OVERRIDE = "command line"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from odc.errors import DataError
-from odc.train.config_schema import DataConfig
+from odc.train.config_model import DataConfig
 
 # Raise it when documents are made from files in another way: old tokens are then not found.
 CORPUS_VERSION = 1

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 
 
 class LayerCache:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from odc.fsdp.chunked_loss import chunked_cross_entropy
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.kv_cache import KVCache, LayerCache
 
 Rope = tuple[Tensor, Tensor]

@@ -5,7 +5,7 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from odc.train.config_schema import OptimizerConfig
+from odc.train.config_training import OptimizerConfig
 
 
 def lr_factor(config: OptimizerConfig, step: int, num_steps: int) -> float:

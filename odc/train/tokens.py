@@ -21,7 +21,7 @@ import numpy as np
 from rich.progress import track
 
 from odc.errors import DataError
-from odc.train.config_schema import DataConfig
+from odc.train.config_model import DataConfig
 from odc.train.corpus import CODE, PROSE, Corpus, Document, load_corpus
 from odc.train.files import user_cache_dir
 from odc.train.tokenizer import Tokenizer, train_tokenizer

@@ -10,7 +10,7 @@ import torch
 import odc
 from odc.memory.activations import MODES, predict_peak
 from odc.memory.ledger import resident_bytes, trim_heap
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.models import build_model, initializer
 
 SHAPES = {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from odc.fsdp.activations import checkpoint_layers
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.models import Transformer, build_model, rope_tables
 from tests.fsdp.plain_loop import VOCAB
 

@@ -15,7 +15,7 @@ from odc.memory.manager import MemoryManager, popularity
 from odc.memory.replay import Link, Workload
 from odc.memory.replay.simulate import virtual_drive
 from odc.memory.victims import CostAware
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.models import build_model
 from odc.train.recorder import page_rows
 from tests.fsdp.models import build

@@ -8,7 +8,7 @@ from torch import nn
 
 from odc.fsdp.group import ALIGNMENT, lay_out
 from odc.fsdp.wrap import Place, find_units
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.models import build_model
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from odc.errors import ConfigError, OdcError
 from odc.train.config import Config, dump_config, list_keys, load_config
-from odc.train.config_schema import MemoryConfig, OptimizerConfig
+from odc.train.config_memory import MemoryConfig
+from odc.train.config_training import OptimizerConfig
 
 
 def write(tmp_path, text: str, name: str = "config.yaml"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.errors import DataError
-from odc.train.config_schema import DataConfig
+from odc.train.config_model import DataConfig
 from odc.train.corpus import CODE, PROSE, Document, docstrings, load_corpus
 from odc.train.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
 from odc.train.tokens import KINDS, cache_dir, load_tokens
@@ -281,7 +281,7 @@ def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):
 
 def test_runs_that_start_together_share_one_cache(data):
     code = (
-        "import sys; from odc.train.config_schema import DataConfig;"
+        "import sys; from odc.train.config_model import DataConfig;"
         "from odc.train.tokens import load_tokens;"
         "d = DataConfig(corpus=sys.argv[1], vocab_size=300, cache_dir=sys.argv[2]);"
         "print(load_tokens(d).train.tokens.sum())"

@@ -12,7 +12,7 @@ from odc.memory.events import Kind, Phase
 from odc.memory.replay import Workload
 from odc.sharding.groups import read_shapes
 from odc.train.compose import make_memory, make_model
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.fit.accounts import (
     Target,
     account,

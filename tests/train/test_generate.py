@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.generate import Sampling, _choose, generate, stream
 from odc.train.kv_cache import KVCache
 from odc.train.models import build_model

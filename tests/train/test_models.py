@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from odc.fsdp.activations import checkpoint_layers
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.models import (
     FeedForward,
     MoE,

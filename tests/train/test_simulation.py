@@ -10,7 +10,7 @@ import pytest
 from odc.errors import BudgetError, ConfigError
 from odc.memory.replay.synthetic import UNEVEN, WORKLOADS
 from odc.memory.victims import Lru
-from odc.train.config_schema import MemoryConfig
+from odc.train.config_memory import MemoryConfig
 from odc.train.policies import EVICTIONS, PREFETCHES, ladder, make_policy, parse_policies
 from odc.train.simulation import (
     Case,

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from odc.errors import ConfigError
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 
 ALIGNMENT = 64  # of every parameter in its range, in bytes (odc/fsdp/group.py)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -24,7 +24,7 @@ from odc.fsdp.adamw import measure_update_rate
 from odc.fsdp.lora import lora
 from odc.memory.home import default_folder
 from odc.memory.replay import Link
-from odc.train.config_schema import ModelConfig
+from odc.train.config_model import ModelConfig
 from odc.train.fit.choice import Choice
 from odc.train.fit.model import ModelShape, Role, Unit, attention_flops
 from odc.train.fit.work import Times
