@@ -196,10 +196,8 @@ class RankTrainer(Trainer):
     def _make_facts(self) -> dict[str, Any]:
         return {"policy": POLICY, "ranks": self.ranks.size, **self._common_facts()}
 
-    def _used_tiers(self) -> dict[str, Any]:
-        return {}  # shards are not paged
-
-    def _activations(self) -> dict[str, Any]:
+    def _used_memory(self) -> dict[str, Any]:
+        """No tiers: shards are not paged."""
         return {"activations": {"mode": self.config.activations.mode}}
 
     def _summarize(self, status: str, reason: str | None = None) -> dict[str, Any]:

@@ -11,14 +11,11 @@ interrupted to the last bit.
 import datetime
 import hashlib
 import math
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,7 +28,6 @@ from odc.fsdp.lora_files import save_adapter
 from odc.fsdp.optimizer import PagedAdamW
 from odc.fsdp.runtime import Runtime
 from odc.memory.events import StepRow
-from odc.memory.pager import Counters
 from odc.train import checkpoint
 from odc.train.activations import activation_facts
 from odc.train.adapters import identity_of
@@ -43,7 +39,9 @@ from odc.train.progress import Display
 from odc.train.ranks import current
 from odc.train.recorder import Recorder
 from odc.train.run_dir import RunDir, machine, resume_command
+from odc.train.run_facts import places_of_updates, step_metrics, used_tiers
 from odc.train.schedule import make_schedule
+from odc.train.signals import Signals
 from odc.train.tasks import Pretrain, make_task
 
 FINISHED, INTERRUPTED, FAILED, RUNNING = "finished", "interrupted", "failed", "running"
@@ -196,7 +194,7 @@ class Trainer:
         self._display = self._make_display()
         status = FAILED
         try:
-            with self._display, _Signals() as signals:
+            with self._display, Signals() as signals:
                 self._tell()
                 status = self._loop(lambda: signals.received)
                 self._save_adapter()
@@ -319,7 +317,7 @@ class Trainer:
         )
         self._recorder.end_training(row)
         kept = self.manager.ledger.activations.peak_bytes
-        return _metrics(row, counters, kept) | self._evaluate(step + 1)
+        return step_metrics(row, counters, kept) | self._evaluate(step + 1)
 
     def _forward_backward(self, step: int) -> tuple[float, int]:
         """Accumulates the gradients of a step; returns its loss and its tokens.
@@ -420,19 +418,14 @@ class Trainer:
             "home": memory.home,
             "host_mem": memory.host_mem,
             "link_bandwidth": memory.link_bandwidth,
-            "updates": self._places_of_updates(),
+            "updates": {
+                "where": self.config.optimizer.where,
+                **places_of_updates(self.runtime.groups),
+            },
             "num_parameters": num_elements(self.runtime.groups),
             "trainable_parameters": num_elements([g for g in self.runtime.groups if g.trainable]),
             **self._common_facts(),
         }
-
-    def _places_of_updates(self) -> dict[str, Any]:
-        """Which groups are updated where, by name; the device's and the home's."""
-        found: dict[str, list[str]] = {"device": [], "home": []}
-        for group in self.runtime.groups:
-            if group.trainable:
-                found["home" if group.spec.at_home else "device"].append(group.spec.name)
-        return {"where": self.config.optimizer.where, **found}
 
     def _common_facts(self) -> dict[str, Any]:
         return {
@@ -444,30 +437,17 @@ class Trainer:
         }
 
     def _summarize(self, status: str, reason: str | None = None) -> dict[str, Any]:
-        facts = self._facts | self._used_tiers() | self._activations()
+        facts = self._facts | self._used_memory()
         facts = facts if reason is None else {"reason": reason, **facts}
         return self.run_dir.write_summary(status, facts)
 
-    def _used_tiers(self) -> dict[str, Any]:
-        """What each tier of the home holds and has moved in this process, building included."""
-        home = self.manager.home
-        assert home is not None, "the model is built"
+    def _used_memory(self) -> dict[str, Any]:
+        """What each tier moved; what layers kept for backward, and each mode would at its peak."""
+        assert self.manager.home is not None, "the model is built"
         return {
-            "tiers": {
-                tier.name.lower(): {
-                    "home_bytes": used.num_bytes,
-                    "bytes_in": used.bytes_in,
-                    "bytes_out": used.bytes_out,
-                    "update_read_bytes": used.read_bytes,
-                    "update_written_bytes": used.written_bytes,
-                }
-                for tier, used in home.traffic.items()
-            }
+            "tiers": used_tiers(self.manager.home),
+            "activations": activation_facts(self.manager.ledger.activations),
         }
-
-    def _activations(self) -> dict[str, Any]:
-        """What layers kept for backward, and what each mode would keep at its peak."""
-        return {"activations": activation_facts(self.manager.ledger.activations)}
 
     def _fail(self, error: BaseException) -> None:
         """Leaves a readable run behind; nothing here may hide the error itself."""
@@ -478,30 +458,6 @@ class Trainer:
             self._summarize(INTERRUPTED if interrupted else FAILED, reason)
         except Exception as second:
             print(f"odc: {self.run_dir.path}: {second}", file=sys.stderr)
-
-
-class _Signals:
-    """SIGINT and SIGTERM end a run after its current step; a second one ends it at once."""
-
-    def __init__(self) -> None:
-        self.received = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "_Signals":
-        # Python delivers signals to the main thread only, and lets only that install handlers.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            raise KeyboardInterrupt
-        self.received = True
 
 
 def _dropout_seed(seed: int, step: int) -> int:
@@ -524,24 +480,3 @@ def _source(run_dir: RunDir, resume: bool, start_from: Path | None) -> Path | No
             "(with checkpoint.every, to be able to resume it)"
         )
     return found
-
-
-def _metrics(row: StepRow, counters: Counters, activation_bytes: int) -> dict[str, Any]:
-    return {
-        "step": row.step,
-        "epoch": row.epoch,
-        "loss": row.loss,
-        "tokens": row.tokens,
-        "step_s": row.step_ns / 1e9,
-        "compute_s": row.compute_ns / 1e9,
-        "stall_s": row.stall_ns / 1e9,
-        "bytes_in": row.bytes_in,
-        "bytes_out": row.bytes_out,
-        "page_bytes": row.page_bytes,
-        "peak_page_bytes": row.peak_page_bytes,
-        "transient_bytes": row.transient_bytes,
-        "activation_bytes": activation_bytes,
-        "activation_bytes_in": counters.activation_bytes_in,
-        "activation_bytes_out": counters.activation_bytes_out,
-        "misses": counters.misses,
-    }
