@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "paged": "odc.fsdp.paged",
-    "PagedModule": "odc.fsdp.paged",
+    "PagedModule": "odc.fsdp.paged_module",
     "checkpoint_layers": "odc.fsdp.activations",
     "chunked_cross_entropy": "odc.fsdp.chunked_loss",
     "layer_major": "odc.fsdp.layer_major",
@@ -89,7 +89,8 @@ if TYPE_CHECKING:
     from odc.fsdp.layer_major import layer_major
     from odc.fsdp.lora import lora, set_adapter
     from odc.fsdp.lora_files import load_adapter, save_adapter
-    from odc.fsdp.paged import PagedModule, paged
+    from odc.fsdp.paged import paged
+    from odc.fsdp.paged_module import PagedModule
     from odc.train.pretrained import describe_model, from_pretrained, save_pretrained
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from odc.errors import CheckpointError
 from odc.fsdp.fsdp_module import FSDPModule
-from odc.fsdp.paged import PagedModule
+from odc.fsdp.paged_module import PagedModule
 from odc.fsdp.ragged_shard import axis_placements, own_rank, spans_of
 from odc.fsdp.safetensors_file import (
     INDEX,

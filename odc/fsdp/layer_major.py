@@ -26,7 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from odc.errors import ConfigError
 from odc.fsdp.decoder_chain import DecoderChain, is_decoder
-from odc.fsdp.paged import PagedModule
+from odc.fsdp.paged_module import PagedModule
 from odc.fsdp.runtime import num_tokens
 from odc.fsdp.sweep import EMBEDDING, Sweep
 from odc.memory.events import Phase
