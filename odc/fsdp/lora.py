@@ -223,7 +223,10 @@ def adapters_of(model: nn.Module) -> Adapters:
     """
     found = getattr(model, "_odc_adapters", None)
     if found is None:
-        raise ConfigError("the model has no adapter; call odc.lora(model, ...) first")
+        raise ConfigError(
+            "the model has no adapter; call odc.lora(model, ...) first "
+            "(a model of peft has a save_pretrained of its own)"
+        )
     return found  # type: ignore[no-any-return]
 
 

@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -69,8 +69,8 @@ class ModelDescription:
     """
 
     model_type: str
-    model: nn.Module
-    shapes: Mapping[str, torch.Size]
+    model: nn.Module = field(repr=False)
+    shapes: Mapping[str, torch.Size] = field(repr=False)
     num_layers: int
     hidden_size: int
     vocab_size: int
