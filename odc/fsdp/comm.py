@@ -177,13 +177,27 @@ class GroupComm(Comm):
         name: the group's, for messages.
         counters: one entry for each kind of call that was made.
         owner: number of the group of parameters that the calls to come are for; -1: none.
+        gathers_after: `all_gather_after` is there. Elsewhere the order of calls is that in which
+            they are begun.
     """
+
+    gathers_after = False
 
     def __init__(self, ranks: tuple[int, ...], rank: int, options: CommOptions) -> None:
         self.ranks, self.rank, self.size = ranks, rank, len(ranks)
         self.options, self.name = options, options.name
         self.counters: dict[str, OpCount] = {}
         self.owner = -1
+
+    def all_gather_after(self, buffer: Tensor, ready: Callable[[], None]) -> Work:
+        """An all-gather that takes its place in the order of calls now and begins later.
+
+        Args:
+            buffer: as for `all_gather`; its memory need not be there yet.
+            ready: called, on any thread, when all reductions that were asked for before have their
+                results and nobody reads their buffers any more; the gather begins after it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} begins gathers in the order of calls")
 
     def close(self) -> None:
         """End what runs beside the main thread. Nothing may be in flight."""
@@ -223,24 +237,25 @@ class TimedWork:
 
     Attributes:
         ended_ns: when it ended, where that is known; else the end of the wait counts.
+        settled: somebody has waited for it.
     """
 
     def __init__(self, comm: GroupComm, message: Message) -> None:
         self.comm, self.message, self._owner = comm, message, comm.owner
         self.ended_ns: int | None = None
         self._error: CommError | None = None
-        self._settled = False
+        self.settled = False
         comm.count(message)
 
     def wait(self) -> None:
         """Wait once; later calls return, or raise the same error, at once."""
-        if not self._settled:
+        if not self.settled:
             begun = time.perf_counter_ns()
             try:
                 self.complete()
             except CommError as error:
                 self._error = error
-            self._settled = True
+            self.settled = True
             now = time.perf_counter_ns()
             ended = now if self.ended_ns is None else self.ended_ns
             dur_ns = ended - self.message.started_ns
@@ -321,6 +336,8 @@ class NullComm(GroupComm):
     difference in time to a real one is the communication that was not hidden.
     """
 
+    gathers_after = True
+
     def __init__(self, size: int = 1, rank: int = 0, options: CommOptions | None = None) -> None:
         super().__init__(tuple(range(size)), rank, options or CommOptions(name="null"))
 
@@ -328,6 +345,11 @@ class NullComm(GroupComm):
         """The other slices keep what they hold."""
         slices(buffer, self.size, "all_gather")
         return self._done("all_gather", buffer)
+
+    def all_gather_after(self, buffer: Tensor, ready: Callable[[], None]) -> Work:
+        """No reduction is ever under way."""
+        ready()
+        return self.all_gather(buffer)
 
     def reduce_scatter(
         self,

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import weakref
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -68,6 +70,7 @@ class _Transfer:
         self.peer, self._timeout = peer, timeout
         self._works: list[dist.Work] = []
         self._error: RuntimeError | None = None
+        self._lock = threading.Lock()  # gloo tells one waiter only
 
     def post(self, call: _Call, part: Tensor, tag: int) -> None:
         """Post a message; that the peer is gone already is told by `wait`."""
@@ -77,20 +80,22 @@ class _Transfer:
             self._error = error
 
     def wait(self) -> None:
-        """Wait for the last message first (see The last bytes).
+        """Wait, on any thread, for the last message first (see The last bytes).
 
         Raises:
             PeerError: the peer is gone, or did not answer in time.
         """
-        try:
-            if self._error is not None:
-                raise self._error
-            for work in reversed(self._works):
-                if not work.wait(self._timeout):
-                    raise RuntimeError("the transfer was given up")
-        except RuntimeError as error:
-            raise PeerError(self.peer, self._reason(str(error))) from error
-        self._works.clear()
+        with self._lock:
+            try:
+                if self._error is not None:
+                    raise self._error
+                for work in reversed(self._works):
+                    if not work.wait(self._timeout):
+                        raise RuntimeError("the transfer was given up")
+            except RuntimeError as error:
+                self._error = error
+                raise PeerError(self.peer, self._reason(str(error))) from error
+            self._works.clear()
 
     def _reason(self, text: str) -> str:
         if "imed out" in text or "Application timeout" in text:
@@ -123,18 +128,25 @@ class _GlooWork(TimedWork):
                 raise self._gloo.failed
             if self._job is not None:
                 self._await_job(self._job)
-            for transfer in self._transfers:
-                transfer.wait()
+            self.wait_for_transfers()
         except PeerError as error:
             self._gloo.failed = self._gloo.failed or error
             raise self.comm.error(self.message, error.peer, error.reason) from error
         if self._fold is not None:
             self._fold()
 
+    def wait_for_transfers(self) -> None:
+        """Wait, on any thread, until nothing is read from this rank's buffer any more."""
+        for transfer in self._transfers:
+            transfer.wait()
+
     def _await_job(self, job: Job) -> None:
         while not job.done.wait(_PROBE_S):
             self._look_for_failure(job)
-        self.ended_ns = job.ended_ns
+        if job.own.numel():
+            self.ended_ns = job.ended_ns
+        elif job.ended_ns is not None:  # it has only begun
+            self.message = replace(self.message, started_ns=job.ended_ns)
         if job.error is not None:
             raise job.error
 
@@ -161,6 +173,8 @@ class GlooComm(GroupComm):
         failed: the first failure; there is no way back from it.
     """
 
+    gathers_after = True
+
     def __init__(
         self, group: dist.ProcessGroup, ranks: tuple[int, ...], options: CommOptions
     ) -> None:
@@ -169,6 +183,7 @@ class GlooComm(GroupComm):
         self.failed: PeerError | None = None
         self._timeout = timedelta(seconds=options.timeout_s)
         self._sequence = 0
+        self._reducing: list[_GlooWork] = []  # nobody has waited for them yet
         # In turn from the next rank on, so that not everyone talks to rank 0 first.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._pipeline = ReducePipeline(
@@ -196,6 +211,27 @@ class GlooComm(GroupComm):
         received, sent = self._receive_parts(parts, tag), self._send_own(parts, tag)
         return _GlooWork(self, message, received + sent)
 
+    def all_gather_after(self, buffer: Tensor, ready: Callable[[], None]) -> Work:
+        """The thread that reduces begins it in its turn. Messages find each other by their tags."""
+        parts = slices(buffer, self.size, "all_gather")
+        moved = (self.size - 1) * parts[0].nbytes
+        message = Message("all_gather", buffer.nbytes, moved, moved)
+        tag = self._tag("all_gather", buffer)
+        before = self._reducing.copy()
+        transfers: list[_Transfer] = []
+
+        def begin() -> None:
+            for work in before:
+                work.wait_for_transfers()
+            ready()
+            transfers.extend(self._receive_parts(parts, tag))
+            transfers.extend(self._send_own(parts, tag))
+
+        nothing = buffer.new_empty(0)
+        job = Job(nothing, nothing, Reduction(), tag, begin)
+        self._pipeline.submit(job)
+        return _GlooWork(self, message, transfers, job)
+
     def reduce_scatter(
         self,
         buffer: Tensor,
@@ -213,7 +249,9 @@ class GlooComm(GroupComm):
         job = Job(own, target, reduction, self._tag("reduce_scatter", buffer))
         moved = (self.size - 1) * own.nbytes
         message = Message("reduce_scatter", buffer.nbytes, moved, moved)
-        return _GlooWork(self, message, self._start(job, parts), job)
+        work = _GlooWork(self, message, self._start(job, parts), job)
+        self._reducing = [one for one in self._reducing if not one.settled] + [work]
+        return work
 
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp = "sum", *, divide_by: float | None = None

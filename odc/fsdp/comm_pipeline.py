@@ -84,6 +84,8 @@ def reduce_terms(
 class Job:
     """One reduction: this rank's own term, where the result goes, and what tells its end.
 
+    One of nothing ends when all before it have; so something else gets its turn among them.
+
     Attributes:
         then: runs on the pipeline's thread when the result is there.
         awaited: peer whose chunk is waited for, and how many waits there were before.
@@ -207,7 +209,7 @@ class ReducePipeline:
             if self._failed is not None:
                 job.finish(self._failed)
             elif not job.own.numel():
-                self._end(job)
+                self._coming = iter([(job, slice(0, 0))])
             else:
                 step = chunk_numel(self.chunk_bytes, self.size, job.own.dtype)
                 spans = chunks(job.own.numel(), step)
@@ -217,6 +219,8 @@ class ReducePipeline:
         """Post the receives of a chunk; nothing for a reduction that has failed."""
         if job.done.is_set():
             return None
+        if not job.own.numel():
+            return _Chunk(job, span, [], [])
         try:
             own = job.own[span]
             step = chunk_numel(self.chunk_bytes, self.size, own.dtype)
@@ -246,7 +250,8 @@ class ReducePipeline:
             job.awaited = None
             if job.done.is_set():  # given up meanwhile; the memory may be gone
                 return
-            self._add(chunk.terms, job.out[chunk.span], job.reduction)
+            if chunk.terms:
+                self._add(chunk.terms, job.out[chunk.span], job.reduction)
         except Exception as error:
             self._fail(job, error)
             return

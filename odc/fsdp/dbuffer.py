@@ -7,176 +7,48 @@ group's first gradient until it is reduced). Parameters are permanent views of t
 full buffer: a gather writes where they already look, and nothing is copied after it. Where the
 dtypes agree the slice *is* this rank's part of the full buffer, and nothing is copied before it
 either; otherwise it costs one cast of the slice. (The idea is DBuffer's of veScale-FSDP, arXiv
-2602.22437, section 4.)
-
-On the CPU a full buffer is an address range; the frames around this rank's part stay, the others
-are moved in from a pool and back (see odc/memory/frames.py), which costs no page faults. On a GPU
-the storage is resized to nothing and back on one stream, so no allocator has to be told of streams.
+2602.22437, section 4.) The same way the slice of reduced gradients is this rank's part of the
+gradient buffer, unless it holds a sum that new gradients are to be added to.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from odc.memory.frames import FRAME_BYTES, AddressRange, frames_for, make_pool
+from odc.fsdp.storage import FrameStorage, GatherPool, ResizedStorage, Storage
 from odc.sharding.plan import Placement, Plan
-from odc.sizes import format_bytes
 
-
-class GatherPool:
-    """Memory for what is gathered and for unreduced gradients, shared by the groups of a process.
-
-    Args:
-        limit_bytes: what is kept for reuse. More is allocated where it is needed, given back to the
-            system after use, and warned about once.
-
-    Attributes:
-        strict: somebody chose the limit: what could wait does, rather than go beyond it.
-        taken_bytes, peak_bytes: of frames that are in use, now and at most.
-        gathered_bytes, gradient_bytes: of the buffers that are in use, this rank's parts included.
-            Frames are not the same on all ranks, these are: what decides about collectives asks
-            them.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.strict = True
-        self.taken_bytes = 0
-        self.peak_bytes = 0
-        self.gathered_bytes = 0
-        self.gradient_bytes = 0
-        self._frames = make_pool(0)
-        self._warned = False
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether so much may be there at once; ranks that ask about the same agree."""
-        return not self.strict or num_bytes <= self.limit_bytes
-
-    def take(self, address: int, num_frames: int, lasting: bool = False) -> None:
-        """Move frames to an address; `lasting` ones do not count towards the limit."""
-        missing = num_frames - self._frames.num_free
-        if missing > 0:
-            self._frames.grow(missing)
-        self._frames.map(address, num_frames)
-        if lasting:
-            return
-        self.taken_bytes += num_frames * FRAME_BYTES
-        self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
-        if self.strict and self.taken_bytes > self.limit_bytes and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{format_bytes(self.taken_bytes)} are gathered at once, more than dbuffer_size "
-                f"{format_bytes(self.limit_bytes)}: what is above it is allocated anew every time; "
-                "raise dbuffer_size, or shard smaller modules",
-                stacklevel=2,
-            )
-
-    def give(self, address: int, num_frames: int) -> None:
-        """Move the frames at an address back."""
-        self._frames.unmap(address)
-        self.taken_bytes -= num_frames * FRAME_BYTES
-        spare = self._frames.num_free * FRAME_BYTES + self.taken_bytes - self.limit_bytes
-        if spare > 0:
-            self._frames.shrink(min(self._frames.num_free, spare // FRAME_BYTES))
-
-
-class Storage(Protocol):
-    """Memory that a tensor looks at for ever and that is there between `take` and `give`."""
-
-    tensor: torch.Tensor
-
-    def take(self) -> None:
-        """Make the memory available; its content is whatever it was."""
-
-    def give(self) -> None:
-        """Give the memory up, but for the part that is kept."""
-
-    def forget(self) -> None:
-        """It is not to be given up: it goes with the last tensor that looks at it."""
-
-
-class FrameStorage:
-    """CPU memory at one address.
-
-    Args:
-        numel, dtype: of the tensor.
-        keep: elements [first, last) whose memory is never given up.
-        pool: where the rest comes from.
-    """
-
-    def __init__(
-        self, numel: int, dtype: torch.dtype, keep: tuple[int, int], pool: GatherPool
-    ) -> None:
-        num_bytes = max(numel * dtype.itemsize, 1)
-        self._range = AddressRange(num_bytes)
-        self._pool = pool
-        flat = torch.frombuffer(self._range.buffer(), dtype=torch.uint8)
-        self.tensor = flat[: numel * dtype.itemsize].view(dtype)
-        low, high = (edge * dtype.itemsize for edge in keep)
-        first, last = low // FRAME_BYTES, frames_for(high)
-        if high <= low:
-            first = last = 0
-        else:
-            pool.take(self._range.address + first * FRAME_BYTES, last - first, lasting=True)
-            flat[first * FRAME_BYTES : last * FRAME_BYTES].zero_()
-        # A storage of its own over the kept elements: torch.save and checkpoints that stage copy
-        # whole storages, and outside of these elements memory comes and goes.
-        self.kept = torch.empty(0, dtype=dtype)
-        if high > low:
-            self.kept = torch.frombuffer(
-                self._range.buffer(), dtype=torch.uint8, offset=low, count=high - low
-            ).view(dtype)
-        around = ((0, first), (last, frames_for(num_bytes)))
-        self._rest = [
-            (self._range.address + start * FRAME_BYTES, end - start)
-            for start, end in around
-            if end > start
-        ]
-
-    def take(self) -> None:
-        for address, num_frames in self._rest:
-            self._pool.take(address, num_frames)
-
-    def give(self) -> None:
-        for address, num_frames in self._rest:
-            self._pool.give(address, num_frames)
-
-    def forget(self) -> None:
-        self._pool.taken_bytes -= sum(num_frames for _, num_frames in self._rest) * FRAME_BYTES
-
-
-class ResizedStorage:
-    """Device memory whose storage is resized to nothing and back."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._num_bytes = self.tensor.untyped_storage().nbytes()
-        self.give()
-
-    def take(self) -> None:
-        self.tensor.untyped_storage().resize_(self._num_bytes)
-
-    def give(self) -> None:
-        self.tensor.untyped_storage().resize_(0)
-
-    def forget(self) -> None:
-        """The allocator knows."""
+# Frames are whole: where more than this part of a slice of gradients would be lost to its last
+# one, the slice is no part of the gradient buffer.
+MAX_LOST = 1 / 8
 
 
 @dataclass
 class Part:
-    """The storages of one sub-buffer."""
+    """The storages of one sub-buffer.
 
-    local: torch.Tensor  # this rank's slice
+    Attributes:
+        local: this rank's slice.
+        full: what is gathered.
+        gradient: unreduced gradients.
+        own: this rank's part of both.
+        joined: the same as `gradient`, but this rank's part is its slice of reduced gradients.
+        incoming: the one of both that is in use.
+        gradient_slice: reduced gradients, once there are any.
+    """
+
+    local: torch.Tensor
     full: Storage
     gradient: Storage
-    own: slice  # this rank's part of full and gradient
+    own: slice
+    joined: FrameStorage | None
     gradient_slice: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.incoming = self.gradient
 
     @property
     def in_place(self) -> bool:
@@ -218,18 +90,30 @@ class DBuffer:
                 dtype = self.param_dtype
             numel = buffer.slice_numel * self.plan.ranks
             own = slice(self.rank * buffer.slice_numel, (self.rank + 1) * buffer.slice_numel)
-            same = dtype == own_dtype and self.device.type == "cpu"
-            full = self._storage(numel, dtype, (own.start, own.stop) if same else (0, 0))
-            if isinstance(full, FrameStorage) and same:
-                held = full.kept
+            gradient = self._storage(numel, dtype)
+            if dtype == own_dtype and self.device.type == "cpu":
+                keep = (own.start, own.stop)
+                held = FrameStorage(numel, dtype, keep, self.pool)
+                held.hold()
+                joined = self._joined(numel, dtype, keep)
+                self.parts.append(Part(held.kept, held, gradient, own, joined))
             else:
-                held = torch.zeros(buffer.slice_numel, dtype=own_dtype, device=self.device)
-            self.parts.append(Part(held, full, self._storage(numel, dtype, (0, 0)), own))
+                local = torch.zeros(buffer.slice_numel, dtype=own_dtype, device=self.device)
+                full = self._storage(numel, dtype)
+                self.parts.append(Part(local, full, gradient, own, None))
 
-    def _storage(self, numel: int, dtype: torch.dtype, keep: tuple[int, int]) -> Storage:
+    def _storage(self, numel: int, dtype: torch.dtype) -> Storage:
         if self.device.type == "cpu":
-            return FrameStorage(numel, dtype, keep, self.pool)
+            return FrameStorage(numel, dtype, (0, 0), self.pool)
         return ResizedStorage(numel, dtype, self.device)
+
+    def _joined(self, numel: int, dtype: torch.dtype, keep: tuple[int, int]) -> FrameStorage | None:
+        """See `Part` and `MAX_LOST`."""
+        if self.reduce_dtype not in (None, dtype):
+            return None
+        storage = FrameStorage(numel, dtype, keep, self.pool)
+        lost = storage.kept_bytes - storage.kept.nbytes
+        return storage if lost <= MAX_LOST * storage.kept.nbytes else None
 
     # -- views -----------------------------------------------------------------------------------
 
@@ -241,7 +125,7 @@ class DBuffer:
     def gradient_view(self, fqn: str) -> torch.Tensor:
         """The whole gradient in the gradient buffer; valid while that is there."""
         place = self._places[fqn]
-        return self._shaped(self.parts[place.buffer].gradient.tensor, place)
+        return self._shaped(self.parts[place.buffer].incoming.tensor, place)
 
     def shard(self, fqn: str) -> torch.Tensor:
         """This rank's elements of a tensor, 1-D, in the slice; always valid."""
@@ -256,7 +140,10 @@ class DBuffer:
     def gradient_slice(self, number: int) -> torch.Tensor:
         """This rank's slice of the reduced gradients, allocated when first asked for."""
         part = self.parts[number]
-        if part.gradient_slice is None:
+        if part.gradient_slice is None and part.joined is not None:
+            part.joined.hold()
+            part.gradient_slice = part.joined.kept
+        elif part.gradient_slice is None:
             part.gradient_slice = torch.zeros_like(part.local)
         return part.gradient_slice
 
@@ -277,14 +164,27 @@ class DBuffer:
         Returns:
             The buffers to gather.
         """
+        fulls = self.claim_full()
+        self.fill_full()
+        return fulls
+
+    def claim_full(self) -> list[torch.Tensor]:
+        """Counts the full buffers as taken; `fill_full` is still to make room for them.
+
+        Returns:
+            The buffers to gather.
+        """
         assert not self.gathered, "a group is gathered once"
+        self.gathered = True
+        self.pool.gathered_bytes += self.full_bytes
+        return [part.full.tensor for part in self.parts]
+
+    def fill_full(self) -> None:
+        """The other half of `take_full`; any thread may."""
         for part in self.parts:
             part.full.take()
             if not part.in_place:
                 part.full.tensor[part.own].copy_(part.local)
-        self.gathered = True
-        self.pool.gathered_bytes += self.full_bytes
-        return [part.full.tensor for part in self.parts]
 
     def give_full(self) -> None:
         """Gives the full buffers up; the slices stay."""
@@ -294,13 +194,19 @@ class DBuffer:
             for part in self.parts:
                 part.full.give()
 
-    def take_gradients(self) -> None:
-        """Makes room for the gradients of the whole group; their content is undefined."""
+    def take_gradients(self, fresh: bool) -> None:
+        """Makes room for the gradients of the whole group; their content is undefined.
+
+        Args:
+            fresh: nobody needs the slices of reduced gradients any more.
+        """
         if not self.has_gradients:
             self.has_gradients = True
             self.pool.gradient_bytes += self.gradient_bytes
             for part in self.parts:
-                part.gradient.take()
+                joined = part.joined if fresh else None
+                part.incoming = part.gradient if joined is None else joined
+                part.incoming.take()
 
     def widen_gradients(self) -> None:
         """Gradients of several backwards are to add up before they are reduced: in its dtype."""
@@ -308,15 +214,20 @@ class DBuffer:
             dtype = self.reduce_dtype or part.gradient.tensor.dtype
             if dtype != part.gradient.tensor.dtype:
                 assert not self.has_gradients, "gradients wait to be reduced in another dtype"
-                part.gradient = self._storage(part.gradient.tensor.numel(), dtype, (0, 0))
+                part.gradient = self._storage(part.gradient.tensor.numel(), dtype)
+                part.incoming = part.gradient
+
+    def return_gradients(self) -> None:
+        """Gives the memory of the gradient buffers up; any thread may."""
+        for part in self.parts:
+            part.incoming.give()
 
     def give_gradients(self) -> None:
-        """Gives the gradient buffers up."""
+        """Gives the gradient buffers up, and counts them no more."""
         if self.has_gradients:
             self.has_gradients = False
             self.pool.gradient_bytes -= self.gradient_bytes
-            for part in self.parts:
-                part.gradient.give()
+            self.return_gradients()
 
     def __del__(self) -> None:
         """A model may be dropped while it is gathered."""
@@ -327,7 +238,7 @@ class DBuffer:
         if self.has_gradients:
             self.pool.gradient_bytes -= self.gradient_bytes
             for part in self.parts:
-                part.gradient.forget()
+                part.incoming.forget()
 
     # -- the whole group at once -----------------------------------------------------------------
 

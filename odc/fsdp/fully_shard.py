@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
-from odc.fsdp.dbuffer import GatherPool
 from odc.fsdp.fsdp_module import (
     FSDPModule,
     UnshardHandle,
@@ -34,6 +33,7 @@ from odc.fsdp.hooks import UnitHooks
 from odc.fsdp.managed import STATE, TAKEN, check_module, managed_modules, managed_places
 from odc.fsdp.sharded import MAX_BUFFERS, Precision, ShardedGroup, SharedPlace
 from odc.fsdp.sharded_runtime import ShardedRuntime
+from odc.fsdp.storage import GatherPool
 from odc.fsdp.wrap import Unit
 from odc.memory.events import Phase
 from odc.sharding import GranularityLike

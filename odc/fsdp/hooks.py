@@ -55,6 +55,7 @@ class UnitHooks:
         self.around: set[UnitHooks] = set()  # units inside whose forward this one was called
         self._open: Call | None = None  # the call whose forward runs
         self.has_graph = False  # a forward recorded a graph in this step
+        self.awaited = 0  # calls whose backward has not begun
         self.handles = self._register(unit.module)
         self._gradient_handles: list[Any] = []
 
@@ -92,6 +93,7 @@ class UnitHooks:
         if call is not None and self.groups.all:
             call.end = runtime.tick()
             call.watch_outputs(output)
+            self.awaited += 1
 
     def _pre_recompute(self) -> None:
         if torch.is_grad_enabled() and not self.has_graph:
@@ -110,6 +112,9 @@ class UnitHooks:
         """A gradient reached an output of ``call``."""
         runtime = self.runtime
         runtime.begin_backward()
+        if not call.begun:
+            call.begun = True
+            self.awaited = max(self.awaited - 1, 0)
         for group, version in call.versions:
             if group.updates != version and runtime.update_in_backward:
                 raise RuntimeError(
@@ -204,15 +209,17 @@ class Call:
 
     Attributes:
         start, end: the runtime's clock when its forward began and ended.
+        begun: a backward reached it.
         versions: the groups it used, and how often each had been updated.
     """
 
-    __slots__ = ("end", "hooks", "sources", "start", "task", "versions")
+    __slots__ = ("begun", "end", "hooks", "sources", "start", "task", "versions")
 
     def __init__(self, hooks: UnitHooks, start: int) -> None:
         self.hooks = hooks
         self.start = start
         self.end = start
+        self.begun = False
         self.task = -1  # of the backward in which it began
         self.versions: list[tuple[ParamGroup, int]] = []
         self.sources: dict[int, Any] = {}

@@ -8,7 +8,7 @@ loaded. On a mesh of several axes the RaggedShard is on the last one and the oth
 
 Source: RaggedShard of veScale-FSDP, arXiv 2602.22437, section 3, as a subclass of torch's DTensor
 instead of a patched copy of the DTensor package. These three files are the only ones that touch
-private parts of it. A RaggedTensor is not one to compute a forward with: FSDP gathers it first.
+private parts of it (`ragged_optim.py` those of one optimizer). A RaggedTensor is not one to compute a forward with: FSDP gathers it first.
 
 [Note: Writes through the buffer] The span is memory of somebody else. Writing there does not bump
 the RaggedTensor's version, and a storage resized to 0 and back leaves shape and span as they were.
@@ -36,6 +36,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
+from odc.fsdp import ragged_optim
 from odc.fsdp.ragged_ops import SpanTensor, choose_path, match_layout, new_dtensor, rewrap
 from odc.fsdp.ragged_shard import (
     Box,
@@ -466,3 +467,4 @@ def _register() -> None:
 
 choose_path(RaggedTensor)
 _register()
+ragged_optim.install()

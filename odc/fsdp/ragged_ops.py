@@ -152,6 +152,18 @@ def _in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return target
 
 
+def _put(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`tensor[mask] = number`, whose mask lies alike."""
+    target, indices, value = args[:3]
+    mask = indices[0] if len(indices) == 1 else None
+    alike = isinstance(target, SpanTensor) and isinstance(mask, SpanTensor)
+    if not alike or mask.dtype != torch.bool or value.dim() or isinstance(value, DTensor):
+        raise _refuse(func)
+    local = _operand(func, mask, target._spec)
+    func(target._local_tensor, [local], value, *args[3:])
+    return target
+
+
 def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Clones, casts and `*_like`: a span has no memory format."""
     kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
@@ -492,6 +504,7 @@ _TABLE: dict[str, Handler] = {
     **dict.fromkeys(("view", "_unsafe_view"), _view),
     **dict.fromkeys(("is_pinned", "record_stream"), _on_local),
     "copy_": _copy,
+    "index_put_": _put,
     "select": _select,
     "slice": _slice,
     "equal": _equal,

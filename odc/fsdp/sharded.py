@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
-from odc.fsdp.dbuffer import DBuffer, GatherPool
+from odc.fsdp.dbuffer import DBuffer
 from odc.fsdp.ragged import RaggedShard, RaggedTensor
+from odc.fsdp.storage import GatherPool
 from odc.fsdp.wrap import Place
 from odc.memory.events import Phase
 from odc.sharding import GranularityLike, TensorSpec, plan_group
@@ -271,7 +272,8 @@ class ShardedGroup:
         parameter = self.unsharded[number]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        self.buffer.take_gradients()
+        fresh = self.behaviour.requires_sync and all(p.grad is None for p in self.sharded)
+        self.buffer.take_gradients(fresh)
         view = self.buffer.gradient_view(self._fqn(number))
         if self.has_gradient[number]:
             view.add_(gradient)

@@ -6,13 +6,18 @@ the present one is there, as long as what is gathered (and the present one's gra
 a chosen `dbuffer_size`. The order is that of modules, which all ranks share, and the bytes are
 those of whole buffers; no clock and no prediction enters, so ranks cannot disagree.
 
-[Note: two groups of gradients] A reduction goes on while the gradients of the next group arrive, so
-two groups' are there. Where both do not fit into a chosen `dbuffer_size`, the reduction is waited
-for first.
+[Note: the frames of a reduction] A reduction goes on while the gradients of the next group arrive,
+so two groups' are there. Both move over the same line, so the gather that is to follow in backward
+loses nothing if it begins when the reduction has ended; it then takes the frames that this gives
+back. With the group in use that makes three groups of frames at any time, not four. The gather
+takes its place in the order of calls when the group in use begins its backward, the same moment on
+all ranks; when it begins is each rank's own affair. Where two groups of gradients do not fit into a
+chosen `dbuffer_size`, the reduction is waited for first.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +28,10 @@ from torch import nn
 
 from odc.errors import RankLostError
 from odc.fsdp.comm import CommError, GroupComm, Work, make_comm
-from odc.fsdp.dbuffer import GatherPool
 from odc.fsdp.heartbeat import Heartbeat
 from odc.fsdp.passes import Passes
 from odc.fsdp.sharded import ShardedGroup
+from odc.fsdp.storage import GatherPool
 from odc.memory.events import Phase
 
 
@@ -40,6 +45,22 @@ class Reduction:
         self.outputs = outputs
         self.fresh = fresh  # the outputs are the group's own gradient slices
         self.works: list[Work] = []
+        self.follower: ShardedGroup | None = None  # its gather begins when this has ended
+        self._lock = threading.Lock()
+        self._returned = False
+
+    def return_frames(self) -> None:
+        """Gives up the memory that was reduced, once; any thread may."""
+        with self._lock:
+            if not self._returned:
+                self._returned = True
+                self.group.buffer.return_gradients()
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of its gradients and of what is gathered in their place."""
+        following = 0 if self.follower is None else self.follower.buffer.full_bytes
+        return min(following, self.group.buffer.gradient_bytes)
 
     def finish(self, replicas: GroupComm | None, divisor: float | None) -> None:
         """Waits, and shows the gradients."""
@@ -55,8 +76,13 @@ class Reduction:
         if hook is not None and group.behaviour.requires_all_reduce:
             for out in self.outputs:
                 hook(out)
+        self.return_frames()
         group.buffer.give_gradients()
         group.show_gradients(self.present, None if self.fresh else self.outputs)
+
+
+def _nothing() -> None:
+    pass
 
 
 _COMMS: dict[int, tuple[dist.ProcessGroup, GroupComm]] = {}  # by id of the group, kept alive
@@ -130,14 +156,16 @@ class ShardedRuntime(Passes):
     def bytes_to_overlap(self) -> int:
         """Of the buffers of a step in which gathers and reductions hide behind computing.
 
-        Groups that stay gathered, one in use and one ahead; two groups of gradients, the root's.
+        Groups that stay gathered, one in use and one ahead; two groups of gradients, of which one
+        is there only before the one ahead; the root's gradients.
         """
         groups = self.groups
         kept = [g.buffer.full_bytes for g in groups if not g.behaviour.reshard_after_forward]
         others = groups[1:] or groups
         passing = max(group.buffer.full_bytes for group in others)
         gradients = max(group.buffer.gradient_bytes for group in others)
-        return sum(kept) + 2 * (passing + gradients) + groups[0].buffer.gradient_bytes
+        both = passing + gradients + max(passing, gradients)
+        return sum(kept) + both + groups[0].buffer.gradient_bytes
 
     def take_over(self, other: ShardedRuntime) -> None:
         """Gathers that were asked for before the first forward."""
@@ -182,6 +210,8 @@ class ShardedRuntime(Passes):
         if self.is_last_backward:
             self.finish_reductions()
         self.step += any(group.behaviour.requires_sync for group in self.groups)
+        for unit in self.units:
+            unit.awaited = 0  # a graph that was dropped gets no backward
         self._drop_unused()
         self._at[False] = 0
 
@@ -215,6 +245,21 @@ class ShardedRuntime(Passes):
             comm.owner = group.number
             self._gathers[id(group)] = [comm.all_gather(full) for full in group.buffer.take_full()]
 
+    def _start_after(self, reduction: Reduction, group: ShardedGroup) -> None:
+        """See [Note: the frames of a reduction]."""
+        comm, _ = self.comms[id(group.mesh)]
+        comm.owner = group.number
+        reduction.follower = group
+
+        def make_room() -> None:
+            reduction.return_frames()
+            group.buffer.fill_full()
+
+        works: list[Work] = []
+        for full in group.buffer.claim_full():
+            works.append(comm.all_gather_after(full, _nothing if works else make_room))
+        self._gathers[id(group)] = [*reduction.works, *works]  # that it failed is told by it
+
     def wait(self, group: ShardedGroup) -> None:
         """Waits for a gather and shows the full parameters."""
         self._unasked.discard(id(group))
@@ -246,8 +291,21 @@ class ShardedRuntime(Passes):
             needed = self.pool.gathered_bytes + following.buffer.full_bytes
             needed += 0 if forward else group.buffer.gradient_bytes
             if not following.is_gathered and self.pool.has_room(needed):
-                self.start(following)
+                reduction = None if forward else self._reduction_before(following)
+                if reduction is None:
+                    self.start(following)
+                else:
+                    self._start_after(reduction, following)
                 self._unasked.add(id(following))
+
+    def _reduction_before(self, group: ShardedGroup) -> Reduction | None:
+        """What is being reduced on a group's mesh, and has given its frames to nobody."""
+        comm, _ = self.comms[id(group.mesh)]
+        for reduction in self._reductions:
+            same = self.comms[id(reduction.group.mesh)][0] is comm
+            if same and comm.gathers_after and reduction.follower is None:
+                return reduction
+        return None
 
     def reshard(self, group: ShardedGroup, phase: Phase) -> None:
         """Gives the full parameters up where the group's behaviour says so."""
@@ -277,7 +335,7 @@ class ShardedRuntime(Passes):
             self.settle(group, last=True)
 
     def _has_room_for_gradients(self, group: ShardedGroup) -> bool:
-        """See [Note: two groups of gradients].
+        """See [Note: the frames of a reduction].
 
         What else a reduction's end sets going, over replicas or in a hook, keeps its place among
         the collectives of all ranks; there is always room beside it.
@@ -287,28 +345,30 @@ class ShardedRuntime(Passes):
             return True
         pool, buffer = self.pool, group.buffer
         needed = pool.gathered_bytes + pool.gradient_bytes + buffer.gradient_bytes
+        needed -= sum(reduction.shared_bytes for reduction in self._reductions)
         return buffer.has_gradients or pool.has_room(needed)
 
     def settle(self, group: ShardedGroup, last: bool = False) -> None:
         """Starts the reduction once a group has all gradients of this backward.
 
-        Where ranks may use different parameters (`fill_unused`), a group is complete at another
-        moment on each; what they share is the end of its module's backward.
+        A parameter may get none: an expert without tokens. So the end of its module's backward
+        tells as well, if no other call of the module is still to come. Where ranks may use
+        different parameters (`fill_unused`), that is the only moment which they share.
         """
-        if not last and not (group.behaviour.fill_unused and self._has_one_module(group)):
-            return
         if not any(group.has_gradient) or not group.behaviour.requires_sync:
             return
-        self._reduce(group)
+        if last or self._is_over(group):
+            self._reduce(group)
 
-    def _has_one_module(self, group: ShardedGroup) -> bool:
-        return sum(group in unit.groups.all for unit in self.units) == 1
+    def _is_over(self, group: ShardedGroup) -> bool:
+        units = [unit for unit in self.units if group in unit.groups.all]
+        return len(units) == 1 and not units[0].awaited
 
     def _reduce(self, group: ShardedGroup) -> None:
         self.finish_reductions()  # beside this group's gradients, only those of the next are there
         comm, replicas = self.comms[id(group.mesh)]
         buffer = group.buffer
-        dtypes = [buffer.reduce_dtype or part.gradient.tensor.dtype for part in buffer.parts]
+        dtypes = [buffer.reduce_dtype or part.incoming.tensor.dtype for part in buffer.parts]
         fresh = all(parameter.grad is None for parameter in group.sharded) and all(
             dtype == part.local.dtype for dtype, part in zip(dtypes, buffer.parts, strict=True)
         )
@@ -320,7 +380,7 @@ class ShardedRuntime(Passes):
         comm.owner = group.number
         divisor = None if replicas is not None else self._divisor(group)
         reduction.works = [
-            comm.reduce_scatter(part.gradient.tensor, out, divide_by=divisor, dtype=out.dtype)
+            comm.reduce_scatter(part.incoming.tensor, out, divide_by=divisor, dtype=out.dtype)
             for part, out in zip(buffer.parts, outputs, strict=True)
         ]
         self._reductions.append(reduction)

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import odc
 from odc.fsdp.comm import GroupComm
-from odc.fsdp.dbuffer import GatherPool
 from odc.fsdp.sharded import ShardedGroup
 from odc.fsdp.sharded_runtime import ShardedRuntime
+from odc.fsdp.storage import GatherPool
 from odc.memory.frames import FRAME_BYTES
 from tests.fsdp.claims import Entry, World, registry
 from tests.fsdp.comm_ranks import loopback_bytes
@@ -226,13 +226,15 @@ def live_bytes_of(model: nn.Module) -> LiveBytes:
         return LiveBytes(kept=model.parameters())
     runtime = runtime_of(model)
     parts = [part for group in runtime.groups for part in group.buffer.parts]
-    frames = [t for part in parts for t in (part.local, part.full.tensor, part.gradient.tensor)]
+    storages = [s for p in parts for s in (p.full, p.gradient, p.joined) if s is not None]
+    frames = [t for storage in storages for t in (storage.tensor, storage.kept)]
     slices = sum(part.local.nbytes for part in parts)
     scratch = comm_of(model)._pipeline._scratch  # type: ignore[attr-defined]
 
     def more() -> int:
-        of_thread = (scratch._landing, scratch._wide)
-        return slices + runtime.pool.taken_bytes + sum(t.nbytes for t in of_thread if t is not None)
+        others = [scratch._landing, scratch._wide]
+        others += [part.gradient_slice for part in parts if part.joined is not None]
+        return slices + runtime.pool.taken_bytes + sum(t.nbytes for t in others if t is not None)
 
     return LiveBytes(ignored=frames, more=more)
 
