@@ -8,7 +8,8 @@ loaded. On a mesh of several axes the RaggedShard is on the last one and the oth
 
 Source: RaggedShard of veScale-FSDP, arXiv 2602.22437, section 3, as a subclass of torch's DTensor
 instead of a patched copy of the DTensor package. These three files are the only ones that touch
-private parts of it (`ragged_optim.py` those of one optimizer). A RaggedTensor is not one to compute a forward with: FSDP gathers it first.
+private parts of it (and `ragged_optim.py` of one optimizer). A RaggedTensor is not one to compute a
+forward with: FSDP gathers it first.
 
 [Note: Writes through the buffer] The span is memory of somebody else. Writing there does not bump
 the RaggedTensor's version, and a storage resized to 0 and back leaves shape and span as they were.

@@ -70,24 +70,29 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], tuple[dict[str, Any], ...]]] = 
 
 
 def _steps(world: World, cls: Any, options: dict[str, Any]) -> None:
+    """To the last bit; a fused kernel computes what its vectors leave over in another way."""
+    tolerance = 1e-6 if options.get("fused") else 0
     options = {"lr": 0.01, **options}
     made = pairs(world)
-    places = [mine.to_local().data_ptr() for mine, _ in made]
-    ours = cls([mine for mine, _ in made], **options)
-    theirs = cls([plain for _, plain in made], **options)
+    stepped = made
+    if cls is torch.optim.Rprop:  # its masks index no tensor without dimensions
+        stepped = [pair for pair in made if pair[1].dim()]
+    places = [mine.to_local().data_ptr() for mine, _ in stepped]
+    ours = cls([mine for mine, _ in stepped], **options)
+    theirs = cls([plain for _, plain in stepped], **options)
     for step in range(3):
         set_gradients(world, made, step)
         ours.step()
         theirs.step()
-    for (mine, plain), place in zip(made, places, strict=True):
-        assert_close(mine.detach(), plain.detach(), tolerance=0)
+    for (mine, plain), place in zip(stepped, places, strict=True):
+        assert_close(mine.detach(), plain.detach(), tolerance)
         assert mine.to_local().data_ptr() == place
         assert ours.state[mine].keys() == theirs.state[plain].keys()
         for key, value in theirs.state[plain].items():
             if key == "step" or not isinstance(value, Tensor) or value.shape != plain.shape:
                 assert not isinstance(ours.state[mine][key], DTensor), key
             elif plain.dim():
-                assert_close(ours.state[mine][key], value, tolerance=0)
+                assert_close(ours.state[mine][key], value, tolerance)
 
 
 def _optimizer_claim(name: str) -> Claim:
