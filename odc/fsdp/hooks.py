@@ -100,7 +100,7 @@ class UnitHooks:
             raise RuntimeError(
                 f"{self.unit.fqn or 'the model'} is recomputed in backward, but its forward "
                 "recorded no graph: reentrant activation checkpointing is not supported on a paged "
-                "model; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+                "or sharded model; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
             )
         if self.state in (UnitState.IDLE, UnitState.SUSPENDED):
             self.runtime.suspend_others(self)

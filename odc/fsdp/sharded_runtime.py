@@ -203,6 +203,14 @@ class ShardedRuntime(Passes):
                 self.wait(group)
                 group.reshard()
 
+    def check_backward(self) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True is not supported on a sharded model: the second backward would "
+                "read parameters that have been given up; take second derivatives of an unsharded "
+                "copy"
+            )
+
     def end_backward(self) -> None:
         for group in self.groups:
             self.settle(group, last=True)

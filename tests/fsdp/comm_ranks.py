@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -326,6 +327,44 @@ def ends_without_wait(rank: int) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     work.wait()
+
+
+def gathered_after(rank: int) -> None:
+    """What was reduced is overwritten by `ready`: a gather's memory is that of the reduction."""
+    comm, size = world(), dist.get_world_size()
+    numel = 300_000  # of many chunks
+    mine = slice(rank * numel, (rank + 1) * numel)
+    for turn in range(4):
+        buffers = [torch.full((size * numel,), float(rank + 10 * n)) for n in range(2)]
+        outs = [torch.zeros(numel) for _ in buffers]
+        works = [comm.reduce_scatter(b, out) for b, out in zip(buffers, outs, strict=True)]
+        seen: list[list[float]] = []
+
+        def ready(
+            buffers: list[Tensor] = buffers, outs: list[Tensor] = outs, seen: list[Any] = seen
+        ) -> None:
+            seen.append([out[-1].item() for out in outs])
+            for buffer in buffers:
+                buffer.fill_(-1.0)
+            buffers[0][mine] = float(rank)
+
+        later = comm.all_gather_after(buffers[0], ready)
+        other = torch.full((size * 1000,), float(rank))
+        at_once = comm.all_gather(other)  # it was asked for later, and may begin sooner
+        if turn == rank:
+            time.sleep(0.2)
+        for work in (at_once, later, *works) if turn % 2 else (*works, later, at_once):
+            work.wait()
+        sums = [float(sum(r + 10 * n for r in range(size))) for n in range(2)]
+        assert seen == [sums] and [out.unique().tolist() for out in outs] == [[s] for s in sums]
+        assert torch.equal(buffers[0], torch.arange(float(size)).repeat_interleave(numel))
+        assert torch.equal(other, torch.arange(float(size)).repeat_interleave(1000))
+
+    def broken() -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        comm.all_gather_after(buffers[0], broken).wait()
 
 
 def scratch_stays(rank: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import odc
+from odc.fsdp import dbuffer
 from odc.fsdp.ragged import RaggedTensor
 from tests.fsdp.claims import Entry, World, registry
 
@@ -591,6 +592,65 @@ def an_exception_in_backward_is_forgotten_after_zero_grad(world: World) -> None:
     model = Net()
     mine = sharded(world, model)
     assert same_data_losses(world, mine, step) == same_data_losses(world, model, step)
+
+
+@claim(2)
+def reentrant_checkpointing_names_the_argument_to_change(world: World) -> None:
+    class Reentrant(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return self.head(x)
+
+    mine = sharded(world, Reentrant())
+    with pytest.raises(RuntimeError, match="or sharded model; pass use_reentrant=False"):
+        loss_of(mine, batch(0, 0)).backward()
+
+
+@claim(2)
+def a_backward_for_second_derivatives_is_refused_and_forgotten(world: World) -> None:
+    def step(one: nn.Module, loss: Tensor, number: int) -> None:
+        if number == 1 and one is mine:
+            with pytest.raises(RuntimeError, match="create_graph=True is not supported on a shard"):
+                loss.backward(create_graph=True)
+            mine.zero_grad()
+            loss = loss_of(mine, batch(0, number))
+        loss.backward()
+
+    torch.manual_seed(1)
+    model = Net()
+    mine = sharded(world, model)
+    assert same_data_losses(world, mine, step) == same_data_losses(world, model, step)
+
+
+@claim(2, 3)
+def slices_of_gradients_may_be_a_part_of_the_buffer_or_not(world: World) -> None:
+    """As large ones are: reduced at once, added up before or after, and zeroed in place."""
+    torch.manual_seed(1)
+    model = Net()
+    before = dbuffer.MAX_LOST
+    losses = []
+    for lost in (0.0, float("inf")):
+        dbuffer.MAX_LOST = lost
+        mine = sharded(world, model)
+        parts = [
+            part
+            for layer in mine.layers
+            for part in odc.fully_shard.state(layer).group.buffer.parts
+        ]
+        assert all((part.joined is not None) == bool(lost) for part in parts)
+        found = train_ranks(world, mine, 2)
+        found += train_ranks(world, mine, 2, accumulate=2)
+        found += train_ranks(world, mine, 2, accumulate=3, sync_each=False)
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        for step in range(3):
+            loss_of(mine, batch(world.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        losses.append(found + train_ranks(world, mine, 1))
+    dbuffer.MAX_LOST = before
+    assert losses[0] == losses[1]
 
 
 @claim(2)

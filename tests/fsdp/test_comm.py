@@ -71,6 +71,11 @@ def test_a_reduction_ends_while_the_caller_does_something_else(run_ranks):
     run_ranks(comm_ranks.ends_without_wait, 2)
 
 
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_gather_that_begins_later_keeps_its_place_and_waits_for_reductions(run_ranks, size):
+    run_ranks(comm_ranks.gathered_after, size)
+
+
 def test_the_observer_is_told_once_of_every_call(run_ranks):
     seen = run_ranks(comm_ranks.observed, 2)
     assert seen == [[("reduce_scatter", 5, 8000), ("all_gather", 5, 8000)]] * 2
