@@ -47,7 +47,7 @@ def test_payload_is_exact_and_counted(run_ranks, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_loopback_device_carries_the_payload_and_little_else(run_ranks, size):
+def test_sockets_carry_the_payload_and_little_else(run_ranks, size):
     crossed, expected = run_ranks(comm_ranks.wire, size)[0]
     for ours, payload in zip(crossed, expected, strict=True):
         assert payload <= ours < 1.1 * payload
