@@ -156,8 +156,9 @@ def _put(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`tensor[mask] = number`, whose mask lies alike."""
     target, indices, value = args[:3]
     mask = indices[0] if len(indices) == 1 else None
-    alike = isinstance(target, SpanTensor) and isinstance(mask, SpanTensor)
-    if not alike or mask.dtype != torch.bool or value.dim() or isinstance(value, DTensor):
+    masked = isinstance(mask, SpanTensor) and mask.dtype == torch.bool
+    plain = isinstance(target, SpanTensor) and not (value.dim() or isinstance(value, DTensor))
+    if not masked or not plain:
         raise _refuse(func)
     local = _operand(func, mask, target._spec)
     func(target._local_tensor, [local], value, *args[3:])

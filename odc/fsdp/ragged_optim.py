@@ -57,7 +57,8 @@ def _teach_muon() -> None:
     def orthogonal(grad: Tensor, *args: Any) -> Tensor:
         if not isinstance(grad, SpanTensor):
             return plain(grad, *args)
-        whole = plain(grad.bfloat16().full_tensor(), *args)
+        rounded: Any = grad.bfloat16()
+        whole = plain(rounded.full_tensor(), *args)
         return rewrap(grad, own_part(whole, grad._spec))
 
-    _muon._zeropower_via_newtonschulz = orthogonal
+    _muon._zeropower_via_newtonschulz = orthogonal  # type: ignore[assignment]
