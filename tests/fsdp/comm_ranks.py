@@ -349,9 +349,9 @@ def ends_without_wait(rank: int) -> None:
 def gathered_after(rank: int) -> None:
     """What was reduced is overwritten by `ready`: a gather's memory is that of the reduction."""
     comm, size = world(), dist.get_world_size()
-    numel = 300_000  # of many chunks
+    numel = 50_000  # of many chunks
     mine = slice(rank * numel, (rank + 1) * numel)
-    for turn in range(4):
+    for turn in range(2):
         buffers = [torch.full((size * numel,), float(rank + 10 * n)) for n in range(2)]
         outs = [torch.zeros(numel) for _ in buffers]
         works = [comm.reduce_scatter(b, out) for b, out in zip(buffers, outs, strict=True)]
