@@ -47,8 +47,8 @@ class CommOptions:
         name: of the group, in errors.
         group_id: of the group, for the observer.
         observer: told of every call that was waited for.
-        timeout_s: how long a wait lasts before it names the rank that is missing (gloo; NCCL has
-            its group's own).
+        timeout_s: how long a wait lasts before it names the rank that is missing (gloo), at most
+            as long as the group's own; NCCL has its group's own.
         chunk_bytes: what a reduction receives and adds at once (gloo).
     """
 

@@ -16,6 +16,7 @@ the storage is resized to nothing and back on one stream, so no allocator has to
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class GatherPool:
         self.gathered_bytes = 0
         self.gradient_bytes = 0
         self._frames = make_pool(0)
+        self._lock = threading.Lock()  # ranks may be threads of one process
         self._warned = False
 
     def has_room(self, num_bytes: int) -> bool:
@@ -59,14 +61,15 @@ class GatherPool:
 
     def take(self, address: int, num_frames: int, lasting: bool = False) -> None:
         """Move frames to an address; `lasting` ones do not count towards the limit."""
-        missing = num_frames - self._frames.num_free
-        if missing > 0:
-            self._frames.grow(missing)
-        self._frames.map(address, num_frames)
-        if lasting:
-            return
-        self.taken_bytes += num_frames * FRAME_BYTES
-        self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
+        with self._lock:
+            missing = num_frames - self._frames.num_free
+            if missing > 0:
+                self._frames.grow(missing)
+            self._frames.map(address, num_frames)
+            if lasting:
+                return
+            self.taken_bytes += num_frames * FRAME_BYTES
+            self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
         if self.strict and self.taken_bytes > self.limit_bytes and not self._warned:
             self._warned = True
             warnings.warn(
@@ -78,11 +81,12 @@ class GatherPool:
 
     def give(self, address: int, num_frames: int) -> None:
         """Move the frames at an address back."""
-        self._frames.unmap(address)
-        self.taken_bytes -= num_frames * FRAME_BYTES
-        spare = self._frames.num_free * FRAME_BYTES + self.taken_bytes - self.limit_bytes
-        if spare > 0:
-            self._frames.shrink(min(self._frames.num_free, spare // FRAME_BYTES))
+        with self._lock:
+            self._frames.unmap(address)
+            self.taken_bytes -= num_frames * FRAME_BYTES
+            spare = self._frames.num_free * FRAME_BYTES + self.taken_bytes - self.limit_bytes
+            if spare > 0:
+                self._frames.shrink(min(self._frames.num_free, spare // FRAME_BYTES))
 
 
 class Storage(Protocol):
@@ -126,7 +130,7 @@ class FrameStorage:
             flat[first * FRAME_BYTES : last * FRAME_BYTES].zero_()
         # A storage of its own over the kept elements: torch.save and checkpoints that stage copy
         # whole storages, and outside of these elements memory comes and goes.
-        self.kept = torch.empty(0, dtype=dtype)
+        self.kept = torch.empty(0, dtype=dtype, device="cpu")
         if high > low:
             self.kept = torch.frombuffer(
                 self._range.buffer(), dtype=torch.uint8, offset=low, count=high - low
@@ -193,8 +197,8 @@ class DBuffer:
         rank: this rank's place in the plan.
         device: where the storages are.
         param_dtype: of compute; `None`: each sub-buffer's own.
-        reduce_dtype: what gradients are summed in; `None`: that of compute. They travel as they
-            are computed, since a wider dtype would add bytes and no digits.
+        reduce_dtype: what gradients are summed in; `None`: that of compute. They travel in the
+            narrower of the two, since a wider one would add bytes and no digits.
         pool: memory of the CPU's full buffers.
     """
 
@@ -224,7 +228,14 @@ class DBuffer:
                 held = full.kept
             else:
                 held = torch.zeros(buffer.slice_numel, dtype=own_dtype, device=self.device)
-            self.parts.append(Part(held, full, self._storage(numel, dtype, (0, 0)), own))
+            gradient = self._storage(numel, self._dtype_of_gradients(dtype), (0, 0))
+            self.parts.append(Part(held, full, gradient, own))
+
+    def _dtype_of_gradients(self, computed: torch.dtype) -> torch.dtype:
+        wide = self.reduce_dtype
+        if wide is None or not computed.is_floating_point:
+            return computed
+        return computed if torch.promote_types(computed, wide) == wide else wide
 
     def _storage(self, numel: int, dtype: torch.dtype, keep: tuple[int, int]) -> Storage:
         if self.device.type == "cpu":
