@@ -175,3 +175,14 @@ def gradients_are_summed_in_a_dtype_narrower_than_that_of_compute(world: World) 
         dist.all_reduce(wanted)
         assert mine.grad.dtype == torch.float32
         assert torch.equal(mine.grad.full_tensor(), (wanted / world.size).float())
+
+
+@claim(2)
+def a_module_is_called_inside_a_forward_derivative(world: World) -> None:
+    torch.manual_seed(1)
+    layer = odc.fully_shard(nn.Linear(5, 3), reshard_after_forward=False)
+    full, bias = layer.weight.full_tensor(), layer.bias.full_tensor()
+    point, direction = torch.randn(5), torch.randn(5)
+    value, change = torch.func.jvp(layer, (point,), (direction,))  # its first forward
+    torch.testing.assert_close(value, full @ point + bias)
+    torch.testing.assert_close(change, full @ direction)
