@@ -43,8 +43,9 @@ def all_names_of_fsdp2_come_from_one_place(world: World) -> None:
     for name in f"{names} register_fsdp_forward_method share_comm_ctx UnshardHandle".split():
         assert name in odc.__all__ and hasattr(fsdp2, name)
         assert getattr(odc, name).__name__ == name
-    model = odc.fully_shard(nn.Linear(4, 4))
-    assert isinstance(model.unshard(async_op=True), odc.UnshardHandle)
+    handle = odc.fully_shard(nn.Linear(4, 4)).unshard(async_op=True)
+    assert isinstance(handle, odc.UnshardHandle)
+    handle.wait()
 
 
 @claim(2)
