@@ -167,8 +167,7 @@ class GlooComm(GroupComm):
         super().__init__(ranks, group.rank(), options)
         self.group = group
         self.failed: PeerError | None = None
-        own = group._get_backend(torch.device("cpu")).options._timeout
-        self._timeout = min(timedelta(seconds=options.timeout_s), own)
+        self._timeout = timedelta(seconds=options.timeout_s)
         self._sequence = 0
         # In turn from the next rank on, so that not everyone talks to rank 0 first.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
