@@ -19,7 +19,11 @@ _EXPORTS = {
     "FullyShardedDataParallel": "odc.fsdp.fully_shard",
     "FSDPModule": "odc.fsdp.fully_shard",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "CPUOffloadPolicy": "torch.distributed.fsdp",
+    "OffloadPolicy": "torch.distributed.fsdp",
+    "UnshardHandle": "odc.fsdp.fully_shard",
     "register_fsdp_forward_method": "odc.fsdp.fully_shard",
+    "share_comm_ctx": "odc.fsdp.fully_shard",
     "lora": "odc.fsdp.lora",
     "set_adapter": "odc.fsdp.lora",
     "load_adapter": "odc.fsdp.lora_files",
@@ -40,14 +44,17 @@ _EXPORTS = {
 __all__ = [
     "AbsentParameterError",
     "BudgetError",
+    "CPUOffloadPolicy",
     "ConfigError",
     "FSDPModule",
     "FullyShardedDataParallel",
     "MixedPrecisionPolicy",
     "OdcError",
+    "OffloadPolicy",
     "PageIOError",
     "PagedGradientError",
     "PagedModule",
+    "UnshardHandle",
     "__version__",
     "checkpoint_layers",
     "chunked_cross_entropy",
@@ -64,10 +71,11 @@ __all__ = [
     "save_pretrained",
     "save_safetensors",
     "set_adapter",
+    "share_comm_ctx",
 ]
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     from odc.errors import (
         AbsentParameterError,
@@ -82,8 +90,10 @@ if TYPE_CHECKING:
     from odc.fsdp.fully_shard import (
         FSDPModule,
         FullyShardedDataParallel,
+        UnshardHandle,
         fully_shard,
         register_fsdp_forward_method,
+        share_comm_ctx,
     )
     from odc.fsdp.interop import load_safetensors, save_safetensors
     from odc.fsdp.layer_major import layer_major

@@ -47,8 +47,8 @@ class CommOptions:
         name: of the group, in errors.
         group_id: of the group, for the observer.
         observer: told of every call that was waited for.
-        timeout_s: how long a wait lasts before it names the rank that is missing (gloo; NCCL has
-            its group's own).
+        timeout_s: how long a wait lasts before it names the rank that is missing (gloo; `make_comm`
+            takes the group's own where that is shorter; NCCL has its group's own).
         chunk_bytes: what a reduction receives and adds at once (gloo).
     """
 
@@ -419,6 +419,8 @@ def make_comm(
     if _backend(group, torch.device(device)) == "gloo":
         from odc.fsdp.comm_gloo import GlooComm
 
+        own_s = group._get_backend(torch.device(device)).options._timeout.total_seconds()
+        options = replace(options, timeout_s=min(options.timeout_s, own_s))
         return GlooComm(group, ranks, options)
     from odc.fsdp.comm_nccl import NcclComm
 

@@ -65,8 +65,8 @@ class DBuffer:
         rank: this rank's place in the plan.
         device: where the storages are.
         param_dtype: of compute; `None`: each sub-buffer's own.
-        reduce_dtype: what gradients are summed in; `None`: that of compute. They travel as they
-            are computed, since a wider dtype would add bytes and no digits.
+        reduce_dtype: what gradients are summed in; `None`: that of compute. They travel in the
+            narrower of the two, since a wider one would add bytes and no digits.
         pool: memory of the CPU's full buffers.
     """
 
@@ -90,7 +90,7 @@ class DBuffer:
                 dtype = self.param_dtype
             numel = buffer.slice_numel * self.plan.ranks
             own = slice(self.rank * buffer.slice_numel, (self.rank + 1) * buffer.slice_numel)
-            gradient = self._storage(numel, dtype)
+            gradient = self._storage(numel, self._dtype_of_gradients(dtype))
             if dtype == own_dtype and self.device.type == "cpu":
                 keep = (own.start, own.stop)
                 held = FrameStorage(numel, dtype, keep, self.pool)
@@ -101,6 +101,12 @@ class DBuffer:
                 local = torch.zeros(buffer.slice_numel, dtype=own_dtype, device=self.device)
                 full = self._storage(numel, dtype)
                 self.parts.append(Part(local, full, gradient, own, None))
+
+    def _dtype_of_gradients(self, computed: torch.dtype) -> torch.dtype:
+        wide = self.reduce_dtype
+        if wide is None or not computed.is_floating_point:
+            return computed
+        return computed if torch.promote_types(computed, wide) == wide else wide
 
     def _storage(self, numel: int, dtype: torch.dtype) -> Storage:
         if self.device.type == "cpu":

@@ -83,6 +83,7 @@ class FSDPModule:
         assert isinstance(self, nn.Module)
         state = self._own()
         runtime = state.begin(self)
+        runtime.check_materialized()
         if state.group is not None:
             runtime.start(state.group)
         handle = UnshardHandle(state)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 from odc.fsdp.fsdp_module import (
@@ -26,12 +25,24 @@ from odc.fsdp.fsdp_module import (
     UnshardHandle,
     register_fsdp_forward_method,
     sharded_class,
+    share_comm_ctx,
     state_of,
 )
 from odc.fsdp.group import UnitGroups
 from odc.fsdp.hooks import UnitHooks
-from odc.fsdp.managed import STATE, TAKEN, check_module, managed_modules, managed_places
-from odc.fsdp.sharded import MAX_BUFFERS, Precision, ShardedGroup, SharedPlace
+from odc.fsdp.managed import (
+    STATE,
+    TAKEN,
+    check_mesh,
+    check_module,
+    check_placements,
+    check_shared,
+    managed_modules,
+    managed_places,
+    shared_with,
+)
+from odc.fsdp.ragged import install_distribute_tensor
+from odc.fsdp.sharded import MAX_BUFFERS, Precision, ShardedGroup
 from odc.fsdp.sharded_runtime import ShardedRuntime
 from odc.fsdp.storage import GatherPool
 from odc.fsdp.wrap import Unit
@@ -46,8 +57,11 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "state_of",
 ]
+
+install_distribute_tensor()  # what a program makes of sharded parameters with torch's own function
 
 M = TypeVar("M")
 DBUFFER_SIZE = 256 * 1024 * 1024
@@ -66,12 +80,32 @@ class FullyShardState:
     pool: GatherPool
     hooks: list[ShardedHooks] = field(default_factory=list)
     runtime: ShardedRuntime | None = None
+    shared: list[tuple[str, str]] = field(default_factory=list)  # own name, name in another call
 
     def begin(self, module: nn.Module) -> ShardedRuntime:
         """The runtime; the first module that is called becomes the root of all below it."""
         if self.runtime is None:
             self.runtime = _make_runtime(module, self)
         return self.runtime
+
+    def enter(self, module: nn.Module) -> ShardedRuntime:
+        """As `begin`, before a forward: from now on no module around the root becomes it.
+
+        Raises:
+            RuntimeError: the root is one of several modules of a call.
+        """
+        runtime = self.begin(module)
+        if not runtime.called and runtime.model in self.modules and len(self.modules) > 1:
+            raise RuntimeError(
+                f"FSDP requires a single root module but got {self.modules}: give the module that "
+                "holds them to fully_shard as well, and call that one"
+            )
+        runtime.called = True
+        return runtime
+
+    def _lazy_init(self) -> None:
+        """What a first forward does before anything runs; some programs call it themselves."""
+        self.enter(self.modules[0])
 
 
 class ShardedHooks(UnitHooks):
@@ -89,9 +123,8 @@ class ShardedHooks(UnitHooks):
         ]
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        runtime = self.sharded.begin(module)
+        runtime = self.sharded.enter(module)
         self.runtime = runtime
-        runtime.called = True
         if not runtime.stack and module is not runtime.model:
             runtime.partial = True
         policy = self.sharded.policy
@@ -105,6 +138,10 @@ class ShardedHooks(UnitHooks):
         if self.sharded.policy.output_dtype is None:
             return output
         return _cast(output, self.sharded.policy.output_dtype)
+
+    def _enter(self, *args: Any) -> None:
+        with torch._C._DisableFuncTorch():  # a transform (jvp) has no business with buffers
+            super()._enter(*args)
 
     def pin(self, group: Any, phase: Phase) -> None:
         """As a paged unit's, but for a backward that reads no parameter."""
@@ -179,9 +216,10 @@ def fully_shard(
     pool.limit_bytes = max(pool.limit_bytes, chosen_bytes)
     policy = mp_policy or MixedPrecisionPolicy()
     places = managed_places(modules, ignored_params or ())
-    _check_placements(places, shard_placement_fn)
+    check_placements(places, shard_placement_fn)
     _move_buffers(modules, device)
     group = None
+    shared = shared_with(places)
     originals = [place.parameter for place in places]
     if places:
         group = ShardedGroup(
@@ -200,7 +238,9 @@ def fully_shard(
         group.behaviour.reshard_after_forward = not keeps
         for place, parameter in zip(places, originals, strict=True):
             parameter.__dict__[TAKEN] = place.fqn
-    state = FullyShardState(modules, group, policy, reshard_after_forward is None, pool)
+    state = FullyShardState(
+        modules, group, policy, reshard_after_forward is None, pool, shared=shared
+    )
     for one in modules:
         one.__dict__[STATE] = state
         state.hooks.append(ShardedHooks(state, one, type(one).__name__))
@@ -240,8 +280,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _check(mesh: DeviceMesh, reshard_after_forward: Any, offload_policy: Any) -> None:
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    check_mesh(mesh)
     if not isinstance(reshard_after_forward, bool | int | None):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the "
@@ -259,20 +298,6 @@ def _check(mesh: DeviceMesh, reshard_after_forward: Any, offload_policy: Any) ->
         raise NotImplementedError("offload_policy: use odc.paged, which moves pages to the host")
 
 
-def _check_placements(
-    places: Sequence[SharedPlace], shard_placement_fn: Callable[[nn.Parameter], Any] | None
-) -> None:
-    if shard_placement_fn is None:
-        return
-    for place in places:
-        chosen = shard_placement_fn(place.parameter)
-        if chosen is not None and not isinstance(chosen, Shard):
-            raise NotImplementedError(
-                f"shard_placement_fn: got {chosen!r} for {place.fqn}; a mesh for single parameters "
-                "is not supported, shard their module on that mesh"
-            )
-
-
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     for _, module in managed_modules(modules):
         for name, buffer in module._buffers.items():
@@ -288,6 +313,7 @@ def _make_runtime(root: nn.Module, state: FullyShardState) -> ShardedRuntime:
         found = state_of(module)
         if found is None:
             continue
+        check_shared(fqn, found.shared)
         if found.runtime is not None and found.runtime is not runtime:
             _take_over(runtime, found, fqn)
         found.runtime = runtime
@@ -315,8 +341,9 @@ def _take_over(runtime: ShardedRuntime, found: FullyShardState, fqn: str) -> Non
     assert found.runtime is not None, "nothing to take over"
     if found.runtime.called:
         raise RuntimeError(
-            f"{fqn} was called before {type(runtime.model).__name__}, which holds it, and became a "
-            "root of its own; call the outermost module first"
+            f"FSDP state has already been lazily initialized for {fqn}\n"
+            "FSDP requires running forward through the root module first: it was called before "
+            f"{type(runtime.model).__name__}, which holds it, and became a root of its own"
         )
     runtime.take_over(found.runtime)
     if found.auto_reshard and found.group is not None:

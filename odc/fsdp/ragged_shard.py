@@ -156,7 +156,8 @@ _SPECS: WeakValueDictionary[Any, DTensorSpec] = WeakValueDictionary()
 def spec_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    key = (mesh, placements, tuple(shape), dtype)
+    # By the mesh itself, which a found spec keeps alive; an equal one may be of another world.
+    key = (id(mesh), placements, tuple(shape), dtype)
     found = _SPECS.get(key)
     if found is None:
         steps = accumulate((max(size, 1) for size in reversed(shape[1:])), int.__mul__, initial=1)

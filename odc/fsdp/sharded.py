@@ -119,6 +119,8 @@ class ShardedGroup:
         self.pins = 0  # modules of the group whose forward or backward runs
         self.has_gradient = [False] * len(places)  # in the gradient buffer
         self.received: set[int] = set()  # in this backward
+        # Of sums still to be added up over replicas: which parameters have one, and sub-buffers.
+        self.partial: tuple[list[int], list[torch.Tensor]] | None = None
         shards = mesh.size(mesh.ndim - 1)
         self.plan = plan_parameters(places, shards, granularity, precision, planner, max_buffers)
         rank = mesh.get_local_rank(mesh.ndim - 1)
@@ -145,11 +147,16 @@ class ShardedGroup:
         return RaggedTensor.from_span(local, self.mesh, self._placements(number), shape)
 
     def _shard(self, number: int) -> nn.Parameter:
-        """The parameter over the slice, with this rank's elements of its present values."""
+        """The parameter over the slice, with this rank's elements of its present values.
+
+        On the meta device it has none, and stays there until `to_empty` or the like.
+        """
         place = self.places[number]
         parameter = place.parameter
         local = self.buffer.shard(self._fqn(number))
-        if not parameter.is_meta:
+        if parameter.is_meta:
+            local = torch.empty_like(local, device="meta")
+        else:
             offset, numel = self._span(number)
             local.copy_(parameter.detach().reshape(-1)[offset : offset + numel])
         made = nn.Parameter(self._wrap(number, local), requires_grad=parameter.requires_grad)
@@ -190,23 +197,45 @@ class ShardedGroup:
 
         Raises:
             NotImplementedError: parameters of one sub-buffer were cast to several dtypes.
+            ValueError: one was replaced by something that is not sharded in the same way.
         """
-        if not self.is_gathered:
-            self._retype()
-        for number, place in enumerate(self.places):
-            held = place.module._parameters[place.name]
-            if held is self.unsharded[number]:
-                continue
-            local = self.buffer.shard(self._fqn(number))
-            assert isinstance(held, nn.Parameter) and isinstance(held, RaggedTensor)
-            self.sharded[number] = held
-            if self.unsharded[number].requires_grad != held.requires_grad:
-                place.parameter.requires_grad_(held.requires_grad)
-                self.unsharded[number] = self._unshard(number)
-            inner = held._local_tensor
-            if inner.data_ptr() != local.data_ptr() or inner.device != local.device:
-                local.copy_(inner)
-                held._local_tensor = local
+        with torch._C._DisableFuncTorch():  # as in the hooks
+            if not self.is_gathered:
+                self._retype()
+            for number in range(len(self.places)):
+                self._adopt(number)
+
+    def _adopt(self, number: int) -> None:
+        place = self.places[number]
+        held = place.module._parameters[place.name]
+        if held is self.unsharded[number]:
+            return
+        if held is not self.sharded[number]:
+            self._check_replacement(number, held)
+        assert isinstance(held, nn.Parameter) and isinstance(held, RaggedTensor)
+        self.sharded[number] = held
+        if self.unsharded[number].requires_grad != held.requires_grad:
+            place.parameter.requires_grad_(held.requires_grad)
+            self.unsharded[number] = self._unshard(number)
+        inner = held._local_tensor
+        if inner.is_meta:  # values are still to come
+            return
+        local = self.buffer.shard(self._fqn(number))
+        if inner.data_ptr() != local.data_ptr() or inner.device != local.device:
+            local.copy_(inner)
+            held._local_tensor = local
+
+    def _check_replacement(self, number: int, held: object) -> None:
+        wanted = self._placements(number)
+        if isinstance(held, RaggedTensor) and held.placements == wanted:
+            return
+        found = getattr(held, "placements", "not sharded")
+        raise ValueError(
+            f"{self.name}: the parameter {self.places[number].fqn} was replaced by a "
+            f"{type(held).__name__} ({found}), but is sharded as {wanted}; give it its values with "
+            "copy_() or load_state_dict(), or replace it by distribute_tensor(values, "
+            "parameter.device_mesh, parameter.placements)"
+        )
 
     def _retype(self) -> None:
         """After `.to(dtype)`: the same layout in other dtypes."""
@@ -319,6 +348,7 @@ class ShardedGroup:
         self.buffer.give_gradients()
         self.has_gradient = [False] * len(self.places)
         self.received.clear()
+        self.partial = None
 
 
 def _arrived(of: weakref.ref[ShardedGroup], number: int, _: torch.Tensor) -> None:
@@ -347,10 +377,11 @@ def plan_parameters(
     planner: str,
     max_buffers: int = MAX_BUFFERS,
 ) -> Plan:
-    """Plans a group: sub-buffers by the parameters' own dtypes, aligned in both dtypes."""
+    """Plans a group: sub-buffers by the parameters' own dtypes, aligned in all of its dtypes."""
     tensors = [TensorSpec(p.fqn, tuple(p.parameter.shape), str(p.parameter.dtype)) for p in places]
     widest = max((p.parameter.dtype.itemsize for p in places), default=1)
-    narrow = precision.param_dtype.itemsize if precision.param_dtype is not None else widest
+    chosen = (precision.param_dtype, precision.reduce_dtype)
+    narrow = min((dtype.itemsize for dtype in chosen if dtype is not None), default=widest)
     alignment = 64 * max(1, widest // narrow)
     return plan_group(
         tensors,

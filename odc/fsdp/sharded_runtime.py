@@ -63,9 +63,15 @@ class Reduction:
         return min(following, self.group.buffer.gradient_bytes)
 
     def finish(self, replicas: GroupComm | None, divisor: float | None) -> None:
-        """Waits, and shows the gradients."""
+        """Waits, and shows the gradients, unless they are to be added up over replicas later."""
         for work in self.works:
             work.wait()
+        self._add_partial()
+        if self.group.mesh.ndim > 1 and replicas is None:
+            self._keep_partial()
+            self.return_frames()
+            self.group.buffer.give_gradients()
+            return
         if replicas is not None:
             replicas.owner = self.group.number
             works = [replicas.all_reduce(out, divide_by=divisor) for out in self.outputs]
@@ -79,6 +85,18 @@ class Reduction:
         self.return_frames()
         group.buffer.give_gradients()
         group.show_gradients(self.present, None if self.fresh else self.outputs)
+
+    def _add_partial(self) -> None:
+        """What earlier backwards of the step left is a part of the sum."""
+        partial, self.group.partial = self.group.partial, None
+        if partial is not None:
+            present, sums = partial
+            self.present = sorted({*present, *self.present})
+            torch._foreach_add_(self.outputs, sums)
+
+    def _keep_partial(self) -> None:
+        outputs = [out.clone() for out in self.outputs] if self.fresh else self.outputs
+        self.group.partial = (self.present, outputs)
 
 
 def _nothing() -> None:
@@ -195,6 +213,23 @@ class ShardedRuntime(Passes):
         self._at = {True: 0, False: 0}
         for group in self.groups:
             group.adopt()
+        self.check_materialized()
+
+    def check_materialized(self) -> None:
+        """Refuses to train parameters that never got values.
+
+        Raises:
+            RuntimeError: some are on the meta device.
+        """
+        for group in self.groups:
+            missing = {id(p) for p in group.sharded if p.is_meta}
+            if missing:
+                names = [n for n, p in self.model.named_parameters() if id(p) in missing]
+                raise RuntimeError(
+                    "FSDP parameters should be materialized from meta device before training, but "
+                    f"the following were still on meta device: {names}\nFor example, call "
+                    "module.to_empty(device=...) and then module.reset_parameters() on each module"
+                )
 
     def _drop_unused(self) -> None:
         """Gathers that were started ahead for a module that was not called."""

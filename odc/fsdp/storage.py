@@ -125,7 +125,7 @@ class FrameStorage:
         buffer = self._range.buffer()
         self._flat = torch.frombuffer(buffer, dtype=torch.uint8)
         self.tensor = self._flat[shift : shift + num_bytes].view(dtype)
-        self.kept = torch.empty(0, dtype=dtype)
+        self.kept = torch.empty(0, dtype=dtype, device="cpu")
         first = last = 0
         if high > low:
             first, last = (shift + low) // FRAME_BYTES, frames_for(shift + high)

@@ -197,6 +197,7 @@ def make_sharded(config: Config, vocab_size: int) -> tuple[Transformer, torch.op
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    model.to_empty(device=next(model.parameters()).device_mesh.device_type)  # type: ignore[attr-defined]
     _fill(config, model)
     optimizer = torch.optim.AdamW(
         decay_groups(model, chosen.weight_decay),

@@ -594,6 +594,28 @@ def an_exception_in_backward_is_forgotten_after_zero_grad(world: World) -> None:
     assert same_data_losses(world, mine, step) == same_data_losses(world, model, step)
 
 
+@claim(4)
+def micro_batches_are_added_up_over_replicas_once(world: World) -> None:
+    torch.manual_seed(1)
+    model = Net()
+    for recurse in (True, False):  # all of it, or what is the root's own
+        mine = copy.deepcopy(model)
+        for part in (*mine.layers, mine):
+            odc.fully_shard(part, mesh=world.grid)
+        for step in range(2):
+            for micro in range(3):
+                mine.set_requires_all_reduce(micro == 2, recurse=recurse)
+                loss_of(mine, batch(world.rank, 3 * step + micro)).backward()
+                assert micro == 2 or mine.head.weight.grad is None or step > 0
+            plain = copy.deepcopy(model)
+            for micro in range(3):
+                for rank in range(world.size):
+                    (loss_of(plain, batch(rank, 3 * step + micro)) / world.size).backward()
+            for got, wanted in zip(mine.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(got.grad.full_tensor(), wanted.grad)
+            mine.zero_grad(set_to_none=step > 0)
+
+
 @claim(2)
 def reentrant_checkpointing_names_the_argument_to_change(world: World) -> None:
     class Reentrant(Net):
@@ -658,9 +680,11 @@ def a_parameter_shared_between_two_calls_is_refused(world: World) -> None:
     torch.manual_seed(1)
     model = Net()
     model.layers[2].up.weight = model.layers[0].up.weight
-    odc.fully_shard(model.layers[0], mesh=world.mesh)
-    with pytest.raises(ValueError, match=r"up.weight is shared with up.weight"):
-        odc.fully_shard(model.layers[2], mesh=world.mesh)
+    for module in (model.layers[0], model.layers[2], model):
+        odc.fully_shard(module, mesh=world.mesh)
+    told = r"layers.2.up.weight is shared with up.weight, which is already managed by another"
+    with pytest.raises(ValueError, match=told):
+        model(batch(0, 0))
 
 
 @claim(2)
