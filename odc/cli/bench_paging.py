@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +19,18 @@ examples:
   odc bench paging --workload W1 --r 1
   odc bench paging --workload W1,W2,W3,W4,W5 --home host,disk -o paging.md
 
-Each row pages a made workload for real: frames, copies to and from the home, and a thread that
+Each row pages a made workload for real: frames, copies to and from the home, and one thread that
 computes with the bytes that are there. It runs cycles of a few steps from an empty device, in turn
-with the same computation without paging, which gives the compute times. With these, and with the
-link as its transfers had it, the same needs are simulated. Figures are medians of a step. stall:
-waiting for transfers. own: what the pager itself takes, which is not simulated. difference:
-simulated less measured, as a share of the measured step.
-A row counts if the interquartile range of its repeats is at most 5 % of the step. A home in host
-memory is reached over an emulated link of the ratio r; a disk is as fast as it is.
+with a second run of the same. The second gives the times of all computations, the pager's own time
+between them and the link's figures; with these the same needs are simulated.
+
+Figures are medians of a step. stall: waiting for transfers. own: what the pager itself takes.
+difference: simulated stall less measured, as a share of the measured step. over best: measured
+step over the best schedule that a search found for the same computation and link; the first step
+of a cycle, which fills the device, and the others. alone: computation without paging; copies slow
+it down where they share memory or a core with it.
+A row counts if the interquartile range of its repeats, in both runs, is at most 5 % of the step. A
+home in host memory is reached over an emulated link of the ratio r; a disk is as fast as it is.
 """
 
 
@@ -94,26 +99,53 @@ def _rows(
     return found
 
 
+_HEAD = (
+    "workload",
+    "home",
+    "r asked, was",
+    "step s (IQR)",
+    "stall s",
+    "own s",
+    "simulated step s",
+    "simulated stall s",
+    "difference",
+    "window bound s",
+    "over best (first; later)",
+    "compute s (alone)",
+    "link GB/s in, out",
+    "counts",
+)
+
+
 def format_rows(rows: "Sequence[PagingRow]") -> list[str]:
     """Returns the table as lines of Markdown."""
-    lines = [
-        "| workload | home | r asked, measured | step s (IQR) | simulated s | difference "
-        "| stall s | simulated s | own s | window bound s | best found s "
-        "| link GB/s in, out | counts |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        asked = "-" if row.asked_r is None else f"{row.asked_r:g}"
-        best = "-" if row.best_found_s is None else f"{row.best_found_s:.4f}"
-        lines.append(
-            f"| {row.workload} | {row.home} | {asked}, {row.r:.2f} "
-            f"| {row.step_s:.4f} ({row.iqr_s:.4f}) "
-            f"| {row.simulated_step_s:.4f} | {row.difference:+.1%} | {row.stall_s:.4f} "
-            f"| {row.simulated_stall_s:.4f} | {row.own_s:.4f} | {row.window_bound_s:.4f} | {best} "
-            f"| {row.bandwidth_in / 1e9:.2f}, {row.bandwidth_out / 1e9:.2f} "
-            f"| {'yes' if row.counts else 'no'} |"
-        )
-    return lines
+    lines = [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|"]
+    return lines + [f"| {' | '.join(_cells(row))} |" for row in rows]
+
+
+def _cells(row: "PagingRow") -> tuple[str, ...]:
+    asked = "-" if row.asked_r is None else f"{row.asked_r:g}"
+    best = "-"
+    if row.over_best is not None:
+        whole, first, later = row.over_best
+        best = f"{whole:.3f} ({first:.3f}; {later:.3f})"
+    measured, simulated = row.measured, row.simulated
+    return (
+        row.workload,
+        row.home,
+        f"{asked}, {row.r:.2f}",
+        f"{measured.step_s:.4f} ({row.spread:.1%})",
+        f"{measured.stall_s:.4f}",
+        f"{measured.own_s:.4f}",
+        f"{simulated.step_s:.4f}",
+        f"{simulated.stall_s:.4f}",
+        f"{row.difference:+.1%}",
+        f"{row.window_bound_s:.4f}",
+        best,
+        f"{row.compute_s:.4f} ({row.alone_s:.4f})",
+        f"{row.bandwidth_in / 1e9:.2f}, {row.bandwidth_out / 1e9:.2f}",
+        "yes" if row.counts else "no",
+    )
 
 
 def _write(args: argparse.Namespace, rows: "Sequence[PagingRow]") -> None:
@@ -123,7 +155,8 @@ def _write(args: argparse.Namespace, rows: "Sequence[PagingRow]") -> None:
         f"# The pager measured and simulated, {rows[0].policy}, C = {rows[0].budget:.0%}",
         "",
         f"{json.dumps(machine())}; {args.repeats} cycles a row from an empty device, in turn with "
-        "the same computation without paging; medians of a step.",
+        "a second run that gives the simulation its times; medians of a step; load "
+        f"{' '.join(map('{:.1f}'.format, os.getloadavg()))} at the end.",
         "",
         *format_rows(rows),
         "",

@@ -87,6 +87,7 @@ class Transfers:
         self.bytes_in = 0
         self.bytes_out = 0
         self.total_in = 0  # bytes loaded since the beginning
+        self.waited_ns = 0  # for commands, since the beginning
         self.loading: dict[int, Ticket] = {}
         self.storing: dict[int, _Storing] = {}
         self.updating: dict[int, Ticket] = {}  # by page of parameters
@@ -480,7 +481,9 @@ class Transfers:
             if _failed(ticket):
                 self._recover()
             raise
-        return self.engine.now_ns() - start
+        waited = self.engine.now_ns() - start
+        self.waited_ns += waited
+        return waited
 
     def _recover(self) -> None:
         """Commands failed: wait for the rest, then undo the failed ones in the books."""

@@ -109,11 +109,16 @@ class Log:
 
 @dataclass(frozen=True)
 class Cycle:
-    """What some steps took."""
+    """What some steps took.
+
+    Attributes:
+        steps_ns: Each step, in order.
+    """
 
     elapsed_ns: int
     compute_ns: int
     waited_ns: int
+    steps_ns: tuple[int, ...]
 
     @property
     def own_ns(self) -> int:
@@ -121,16 +126,18 @@ class Cycle:
         return self.elapsed_ns - self.compute_ns - self.waited_ns
 
 
-def run_cycle(drive: Drive, before_step: int, *, empty: bool = True) -> Cycle:
-    """Runs on up to a step, from an empty device if that is asked for."""
-    if empty:
-        drive.empty()
-    before = len(drive.result.passes)
+def run_cycle(drive: Drive, before_step: int) -> Cycle:
+    """Runs on up to a step."""
+    before, waited = len(drive.result.passes), drive.pager.transfers.waited_ns
     taken = drive.run(before_step).passes[before:]
+    steps: dict[int, int] = {}
+    for one in taken:
+        steps[one.step] = steps.get(one.step, 0) + one.elapsed_ns
     return Cycle(
-        sum(p.elapsed_ns for p in taken),
+        sum(steps.values()),
         sum(p.compute_ns for p in taken),
-        sum(p.waited_ns for p in taken),
+        drive.pager.transfers.waited_ns - waited,
+        tuple(steps.values()),
     )
 
 
@@ -148,6 +155,7 @@ class PagedWorkload:
 
     Attributes:
         times: For each cycle so far, its computations in order, ns.
+        own: For each cycle, the pager's own time before each computation and behind the last, ns.
         log: What the link did.
     """
 
@@ -182,6 +190,8 @@ class PagedWorkload:
         self.right = [0.0] * len(pages)  # the number that each page has to carry
         self.log = Log()
         self.times: list[list[int]] = []
+        self.own: list[list[int]] = []
+        self._idle_since, self._waited = 0, 0  # when the last computation ended, waits until then
         self._rate = rate
         self._left = np.full((_HEIGHT, _HEIGHT), 1e-3, np.float32)
         widest = max(_HEIGHT, *(p.num_bytes // 4 // _HEIGHT for p in pages))
@@ -208,14 +218,27 @@ class PagedWorkload:
 
     def cycle(self, before_step: int) -> Cycle:
         """Runs on up to a step, from an empty device where not everything fits."""
+        if not self.manager.unlimited:
+            self.drive.empty()
         self.times.append([])
-        return run_cycle(self.drive, before_step, empty=not self.manager.unlimited)
+        self.own.append([])
+        self._idle_since, self._waited = perf_counter_ns(), self.manager.transfers.waited_ns
+        cycle = run_cycle(self.drive, before_step)
+        self._note_own(perf_counter_ns())
+        return cycle
+
+    def _note_own(self, until_ns: int) -> None:
+        """What passed since the last computation was the pager's, but for waiting."""
+        waited = self.manager.transfers.waited_ns
+        self.own[-1].append(until_ns - self._idle_since - (waited - self._waited))
+        self._waited = waited
 
     # -- the body --------------------------------------------------------------------------------
 
     def compute(self, group: int, duration_ns: int) -> None:
         """Multiply by the group's parameters as often as takes this long."""
         start = perf_counter_ns()
+        self._note_own(start)
         table = self.manager.table
         views = [self.views[p] for p in table.of(group, Kind.PARAMETER) if table.resident[p]]
         views = views or [self._left.reshape(-1)]  # behind a walk, parts of it may have left
@@ -231,7 +254,8 @@ class PagedWorkload:
                     out=self._out[:rows, :columns],
                 )
             left -= rows
-        self.times[-1].append(perf_counter_ns() - start)
+        self._idle_since = end = perf_counter_ns()
+        self.times[-1].append(end - start)
 
     def touch(self, group: int, kind: Kind, op: Op, part: int | None) -> None:
         """Check the number at both ends of each page, or raise it."""
