@@ -154,17 +154,21 @@ def train(folder: Path) -> dict[str, Any]:
     after = measure_disk(folder, GIB, 1.0)
     rates = [statistics.fmean(pair) for pair in zip(before, after, strict=True)]
     best = best_schedule(workload, started_from, pool, rates)
-    return figures(steps[WARM_UP:], rates) | compare_bytes(steps[WARM_UP:], best) | {
-        "machine": machine(),
-        "limit": limit,
-        "state_bytes": state,
-        "pool_bytes": pool,
-        "peak_bytes": peak,
-        "within_ceiling": peak <= CEILING_BYTES,
-        "rates_before_after": [before, after],
-        "built_s": built_s,
-        "steps": steps,
-    }
+    return (
+        figures(steps[WARM_UP:], rates)
+        | compare_bytes(steps[WARM_UP:], best)
+        | {
+            "machine": machine(),
+            "limit": limit,
+            "state_bytes": state,
+            "pool_bytes": pool,
+            "peak_bytes": peak,
+            "within_ceiling": peak <= CEILING_BYTES,
+            "rates_before_after": [before, after],
+            "built_s": built_s,
+            "steps": steps,
+        }
+    )
 
 
 class Needs:

@@ -128,6 +128,7 @@ class OrderPrefetcher:
         self._schedule: object = None
         self._first: frozenset[int] | None = None
         self._anew = False  # the schedule has changed
+        self._left = bytearray(count)  # pages that left since their last use
         self.sets = (sets or SetTimes)(library, scorer, self.until)
         self._uses = 0
         self._pass = -1
@@ -176,7 +177,7 @@ class OrderPrefetcher:
             assert order is not None
             for place in skipped:  # its pages are used later than was thought
                 for page in order.uses[place]:
-                    self.until[page] = self.next_use(page)
+                    self.until[page] = self._next_use(page)
             self.version += 1
         self._position = position
         self._cursor = max(self._cursor, position)
@@ -196,7 +197,7 @@ class OrderPrefetcher:
                 continue
             self._seen[place] = chance
             for page in order.uses[place]:
-                self.until[page] = self.next_use(page)
+                self.until[page] = self._next_use(page)
                 self.version += 1
             if before < worth <= chance:  # passed over until now
                 self._cursor = min(self._cursor, place)
@@ -218,6 +219,11 @@ class OrderPrefetcher:
 
     def next_use(self, page: int) -> float:
         self._begin_pass_if_new()  # a page may be held from one pass into the next
+        self._left[page] = 0
+        return self._next_use(page)
+
+    def _next_use(self, page: int) -> float:
+        """The same, for a page that may have left since its last use."""
         library = self.library
         order = library.order
         if order is None:
@@ -264,7 +270,9 @@ class OrderPrefetcher:
         return goes[-1] > library.position or not library.live or not library.live[-1].goes
 
     def _has_to_leave(self, page: int, order: RecordedOrder) -> bool:
-        """Whether the schedule lets a page go after its last use."""
+        """Whether the schedule lets a page go after its last use, and it has not gone yet."""
+        if self._left[page]:
+            return False  # it has been loaded for its next use since, or it will be
         uses = order.held_at[page]
         at = bisect_right(uses, self.library.position)
         if at:
@@ -360,7 +368,7 @@ class OrderPrefetcher:
         far = np.flatnonzero(self.until >= UNKNOWN_NS / 8)
         for page in far.tolist():
             if not self.sets.holds[page]:
-                self.until[page] = self.next_use(page)
+                self.until[page] = self._next_use(page)
                 self.version += 1
 
     def _first_uses(self) -> list[float]:
@@ -412,6 +420,7 @@ class OrderPrefetcher:
             for page in order.uses[library.position]:
                 times[page] = library.now_ns
         if self.scheduled:
+            self._note_left()
             for page, time in enumerate(times):
                 if self._has_to_leave(page, order):
                     times[page] = time + LEAVES_NS
@@ -517,8 +526,13 @@ class OrderPrefetcher:
             return False
         return any(self._goes_ahead(page, order) for page in pages)
 
+    def _note_left(self) -> None:
+        for page in self.table.left:
+            self._left[page] = 1
+
     def _go_back(self) -> None:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
+        self._note_left()
         for page in self.table.left:
             self._cursor = min(self._cursor, self._next_serial(page))
             leaves = LEAVES_NS <= self.until[page] < UNKNOWN_NS / 8

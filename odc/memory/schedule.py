@@ -10,7 +10,8 @@ dirty pages that leave are written at once: they will not change again.
 ``decode.py`` tells how long a cycle takes under a schedule. The
 search begins with the schedules of fewest loads (L. A. Belady, 1966, run around the cycle with some
 frames set aside so that loads overlap) and improves the best by local moves: keep what was waited
-for, let something else go. It is deterministic, and its work is bounded.
+for, let something else go. At last it keeps what can stay without taking time: that saves loads.
+It is deterministic, and its work is bounded.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def search(
             best, keep = found, tried
     if best is None:
         return None
-    keep, best = _improve(cycle, keep, best, work, random.Random(seed))
+    moves = min(_MOVES, work // (cycle.rounds * max(len(cycle.uses), 1)))
+    keep, best, tried_moves = _improve(cycle, keep, best, moves, random.Random(seed))
+    keep, best = _save_loads(cycle, keep, best, moves - tried_moves)
     if greedy_ns is not None and greedy_ns <= _CLEARLY * best[0]:
         return None
     if before is not None and before[0] <= _AS_GOOD * best[0]:
@@ -89,13 +92,14 @@ def search(
 
 
 def _improve(
-    cycle: Cycle, keep: Keep, best: tuple[float, float], work: int, rng: random.Random
-) -> tuple[Keep, tuple[float, float]]:
-    lasting = [u for u, use in enumerate(cycle.uses) if not use.leaves and cycle.next[u] >= 0]
+    cycle: Cycle, keep: Keep, best: tuple[float, float], moves: int, rng: random.Random
+) -> tuple[Keep, tuple[float, float], int]:
+    """Local moves, until nothing is waited for or ``moves`` were tried; and how many were."""
+    lasting = _lasting(cycle)
     waits: list[int] = []
     decode(cycle, keep, waits)
-    moves = min(_MOVES, work // (cycle.rounds * max(len(cycle.uses), 1)))
-    for _ in range(moves if lasting else 0):
+    number = 0
+    for number in range(moves if lasting else 0):
         if best[0] <= cycle.compute_ns * (1 + 1e-9) and not waits:
             break
         tried = _move(cycle, keep, waits, lasting, rng)
@@ -103,7 +107,32 @@ def _improve(
         found = decode(cycle, tried, now_waits)
         if found is not None and found <= best:
             best, keep, waits = found, tried, now_waits
+    return keep, best, number
+
+
+def _save_loads(
+    cycle: Cycle, keep: Keep, best: tuple[float, float], moves: int
+) -> tuple[Keep, tuple[float, float]]:
+    """Keep what can stay as well, what is used again soonest first."""
+    count = len(cycle.events)
+    leaving = [u for u in _lasting(cycle) if not keep[u]]
+    leaving.sort(key=lambda u: (cycle.start[cycle.next[u]] - cycle.uses[u].end) % count)
+    more = True
+    while more and moves > 0:
+        more = False
+        for u in [u for u in leaving if not keep[u]][:moves]:
+            moves -= 1
+            tried = keep[:]
+            tried[u] = True
+            found = decode(cycle, tried)
+            if found is not None and found < best:
+                best, keep, more = found, tried, True
     return keep, best
+
+
+def _lasting(cycle: Cycle) -> list[int]:
+    """Uses whose page is used again, whether it stays or leaves in between."""
+    return [u for u, use in enumerate(cycle.uses) if not use.leaves and cycle.next[u] >= 0]
 
 
 def _move(

@@ -18,6 +18,7 @@ from odc.memory.pages import GroupSpec
 from odc.memory.replay import Workload, budget_for, link_for, synthetic
 from odc.memory.replay.drive import Drive
 from odc.memory.replay.simulate import virtual_drive
+from odc.memory.replay.synthetic import Shape
 from odc.memory.schedule import Schedule, search
 from odc.memory.victims import CostAware, Lru
 from tests.memory.workloads import in_turn
@@ -217,6 +218,24 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Later:
     made = Later()
     monkeypatch.setattr("odc.memory.rehearsal.ThreadPoolExecutor", lambda *_: made)
     return made
+
+
+@pytest.mark.parametrize("name", ["W1", "W2"])
+def test_a_pass_whose_times_have_changed_loads_no_more_than_others(name: str) -> None:
+    """What was loaded ahead for it under the schedule stays, though its order is compiled anew."""
+    workload = synthetic(name, steps=12, shape=Shape(layers=14))
+    for visit in workload.visits:
+        longer = 1 + 0.4 * (visit.step >= 6)
+        for bundle in visit.bundles:
+            bundle.rows = [(kind, op, int(ns * longer)) for kind, op, ns in bundle.rows]
+            bundle.after_ns = int(bundle.after_ns * longer)
+    drive = drive_of(workload, budget_for(workload, 0.5) // FRAME_BYTES, 1.0)
+    drive.run(6)
+    order = drive.pager.library.orders[0]
+    compiled = order.compiled
+    passes = drive.run().passes
+    assert order.compiled > compiled and follows(drive)
+    assert {p.bytes_in for p in passes[4:]} == {passes[4].bytes_in}
 
 
 def test_aside_passes_go_on_without_a_schedule_until_one_is_found(later: Later) -> None:

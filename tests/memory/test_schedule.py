@@ -197,6 +197,24 @@ def test_the_search_is_better_than_where_it_starts_on_busy_cycles() -> None:
     assert min(gains) > 1.0 and sum(gains) / len(gains) > 1.2
 
 
+def test_a_schedule_without_waits_keeps_all_that_can_stay() -> None:
+    """Of each page that leaves: if it stayed, the cycle would not fit, or would take longer."""
+    checked = 0
+    for seed in range(60):
+        cycle = random_program(seed, 2, num_groups=10, spare=6 + seed % 5).cycle()
+        found = search(cycle, work=10**9)
+        if found is None or found.cycle_ns > found.compute_ns:
+            continue
+        for u, use in enumerate(cycle.uses):
+            if not found.keep[u] and not use.leaves and cycle.next[u] >= 0:
+                keep = [*found.keep]
+                keep[u] = True
+                kept = decode(cycle, keep)
+                assert kept is None or kept[0] > found.cycle_ns, f"{seed=}: {use=}"
+                checked += 1
+    assert checked > 20
+
+
 def test_a_cycle_that_fits_only_by_keeping_little_is_scheduled_all_the_same() -> None:
     """None of Belady's choices recurs from round to round here."""
     cycle = random_program(6, 2, num_groups=10, spare=0).cycle()
