@@ -31,12 +31,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from odc.memory.events import StepRow
+from odc.memory.events import Sink, StepRow
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.machine import find_cgroup
 from odc.memory.pages import PageState, PageTable
@@ -174,8 +175,6 @@ def train(folder: Path) -> dict[str, Any]:
 class Needs:
     """A sink that keeps what was needed, in the columns of a trace."""
 
-    _NAMES = "seq t_ns step micro phase ctx group kind op compute_ns tokens".split()
-
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
 
@@ -193,10 +192,9 @@ class Needs:
 
     def workload(self, table: PageTable) -> Workload:
         """What was needed, to run again."""
-        columns = np.array(self._rows, np.int64).T
-        return Workload.from_trace(
-            dict(zip(self._NAMES, columns, strict=True)), page_columns(table)
-        )
+        names = tuple(signature(Sink.need).parameters)[1:]
+        columns = dict(zip(names, np.array(self._rows, np.int64).T, strict=True))
+        return Workload.from_trace(columns, page_columns(table))
 
 
 def residency(table: PageTable) -> Residency:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +71,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--policy: got {args.policy!r}; allowed: one policy")
     if args.output is not None:
         check_output(args.output)
-    rows = _rows(args, homes, numbers(args.r, "--r"), policies[0])
+    rows = []
+    for row in _rows(args, homes, numbers(args.r, "--r"), policies[0]):
+        rows.append(row)
+        if not args.json:
+            print("\n".join(format_rows([row])[0 if row is rows[0] else -1 :]), flush=True)
     if args.json:
         print(json.dumps([row.as_json() for row in rows], indent=1))
-    else:
-        print("\n".join(format_rows(rows)))
     if args.output is not None:
         _write(args, rows)
     return 0
@@ -83,20 +85,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(
     args: argparse.Namespace, homes: Sequence[str], ratios: Sequence[float], policy: str
-) -> "list[PagingRow]":
+) -> "Iterator[PagingRow]":
     from odc.train.bench_paging import make_tasks, measure
     from odc.train.progress import Work
 
     tasks = make_tasks(
         args.workload.split(","), ratios, homes, policy=policy, home_dir=args.home_dir
     )
-    found = []
     with Work(len(tasks)) as work:
         for task in tasks:
             where = "on disk" if task.r is None else f"r {task.r:g}"
             work.begin(f"{task.workload}, {where}")
-            found.append(measure(task, repeats=args.repeats, moves=args.moves))
-    return found
+            yield measure(task, repeats=args.repeats, moves=args.moves)
 
 
 _HEAD = (

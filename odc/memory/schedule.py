@@ -99,9 +99,10 @@ def _improve(
     waits: list[int] = []
     decode(cycle, keep, waits)
     number = 0
-    for number in range(moves if lasting else 0):
+    while lasting and number < moves:
         if best[0] <= cycle.compute_ns * (1 + 1e-9) and not waits:
             break
+        number += 1
         tried = _move(cycle, keep, waits, lasting, rng)
         now_waits: list[int] = []
         found = decode(cycle, tried, now_waits)

@@ -14,7 +14,15 @@ from odc.memory.events import Kind, Op
 from odc.memory.replay import Workload, budget_for, synthetic
 from odc.memory.replay.ratios import compute_ns
 from odc.memory.replay.synthetic import Shape
-from odc.train.bench_paging import PagingRow, Task, make_tasks, measure, timed_by
+from odc.train.bench_paging import (
+    Figures,
+    PagingRow,
+    Task,
+    make_tasks,
+    measure,
+    timed_by,
+    with_own_time,
+)
 from odc.train.paged_workload import PagedWorkload, prepared
 
 TINY = Shape(layers=4, compute_ns=100_000)
@@ -52,6 +60,12 @@ def test_pages_come_back_as_they_left(name: str, home: str, tmp_path: Path) -> N
                 for ns in (b.after_ns, *(r[2] for r in b.rows))
             )
             assert all(cycle.compute_ns > 0 and cycle.own_ns > 0 for cycle in taken)
+            assert [len(cycle.steps_ns) for cycle in taken] == [1, 1, 2]
+            for cycle, times, own in zip(taken, one.times, one.own, strict=True):
+                assert sum(cycle.steps_ns) == cycle.elapsed_ns
+                assert len(own) == len(times) + 1 and min(own) >= 0
+                parts = sum(times) + sum(own) + cycle.waited_ns
+                assert parts == pytest.approx(cycle.elapsed_ns, rel=0.05), "nothing is left out"
             result = one.drive.result
             assert sum(p.bytes_in for p in result.passes) > 0
             written = max(one.right)
@@ -72,15 +86,30 @@ def test_a_page_with_other_bytes_is_an_error() -> None:
 def test_a_row_tells_measured_and_simulated_figures_and_their_distance() -> None:
     row = measure(tiny("W2"), repeats=3, moves=1)
     assert (row.workload, row.home, row.policy) == ("W2", "host", "cost_aware+popularity")
-    assert len(row.steps) == 3 and min(row.steps) <= row.step_s <= max(row.steps)
-    assert 0 < row.window_bound_s <= row.simulated_step_s * (1 + 1e-6)
-    assert row.best_found_s is not None and row.best_found_s >= row.window_bound_s * (1 - 1e-6)
-    assert row.simulated_step_s >= row.simulated_stall_s >= 0
-    assert min(row.r, row.bandwidth_in, row.bandwidth_out, row.own_s) > 0
-    assert row.difference == pytest.approx(row.simulated_step_s / row.step_s - 1)
+    measured, simulated = row.measured, row.simulated
+    assert len(row.steps) == 3 and min(row.steps) <= measured.step_s <= max(row.steps)
+    assert 0 < row.window_bound_s <= simulated.step_s * (1 + 1e-6)
+    assert row.best is not None and row.best[0] >= row.window_bound_s * (1 - 1e-6)
+    assert simulated.step_s >= simulated.stall_s >= 0
+    assert simulated.own_s == 0, "it is computed on the virtual clock"
+    assert min(row.r, row.bandwidth_in, row.bandwidth_out, measured.own_s) > 0
+    assert min(row.compute_s, row.alone_s, row.spread) > 0
+    apart = simulated.stall_s - measured.stall_s
+    assert row.difference == pytest.approx(apart / measured.step_s)
+    assert row.over_best is not None
+    assert row.over_best[0] == pytest.approx(measured.step_s / row.best[0])
     told = row.as_json()
     assert told["difference"] == row.difference and told["counts"] == row.counts
+    assert told["over_best"] == row.over_best
     json.dumps(told)
+
+
+@pytest.mark.parametrize("name", ["W3", "W4"])
+def test_steps_of_the_best_schedule_hold_evaluation_passes_too(name: str) -> None:
+    row = measure(tiny(name), repeats=1, moves=1)
+    assert row.best is not None
+    whole, first, later = row.best
+    assert whole * 2 == pytest.approx(first + later)
 
 
 def test_no_transfer_is_faster_than_the_emulated_link() -> None:
@@ -98,27 +127,33 @@ def test_no_transfer_is_faster_than_the_emulated_link() -> None:
 def test_a_disk_has_its_own_ratio(tmp_path: Path) -> None:
     row = measure(tiny("W3", r=None, home="disk", home_dir=tmp_path), repeats=1, moves=0)
     assert row.home == "disk" and row.r > 0
-    assert row.best_found_s is None and row.iqr_s == 0.0
+    assert row.best is None and row.over_best is None and row.spread == 0.0
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
 def test_rows_count_if_their_repeats_are_close() -> None:
-    def row(iqr_s: float) -> PagingRow:
+    def row(spread: float) -> PagingRow:
+        of = Figures(1.0, 0.2, 0.1, 1.0, 1.0)
+        simulated = Figures(1.0, 0.3, 0.0, 1.0, 1.0)
         return PagingRow(
-            "W1", "host", "", 0.5, 1.0, 1.0, 1.0, iqr_s, 0, 0, 1.1, 0, 1, None, 1, 1, []
+            "W1", "host", "", 0.5, 1.0, 1.0, of, simulated, spread, 1, 1, 1, None, 1, 1, []
         )
 
     assert row(0.05).counts and not row(0.051).counts
     assert row(0.0).difference == pytest.approx(0.1)
 
 
-def test_times_of_a_cycle_are_medians_over_cycles() -> None:
+def test_a_workload_is_timed_in_the_order_of_its_computations() -> None:
     cycle = synthetic("W2", steps=1, shape=Shape(layers=2))
     count = 2 + 2 * 2  # forward; backward and update
-    timed = timed_by(cycle, [[10] * count, [30] * count, [20 + i for i in range(count)]])
-    assert compute_ns(timed) == sum(min(20 + i, 30) for i in range(count))
+    timed = timed_by(cycle, [20 + i for i in range(count)])
+    assert compute_ns(timed) == sum(20 + i for i in range(count))
     rows = [[r[:2] for r in v.bundles[0].rows] for v in timed.visits]
     assert rows == [[r[:2] for r in v.bundles[0].rows] for v in cycle.visits]
+
+
+def test_the_pager_s_own_time_follows_each_computation() -> None:
+    assert with_own_time([10, 20, 30], [1, 2, 3, 4]) == [1 + 10 + 2, 20 + 3, 30 + 4]
 
 
 def test_tasks_are_workloads_times_ratios_and_one_on_disk() -> None:
@@ -149,8 +184,9 @@ def test_the_command_prints_json(
     monkeypatch.setattr("odc.train.bench_paging.make_tasks", lambda *args, **options: [tiny("W1")])
     assert main(["bench", "paging", "--repeats", "1", "--moves", "0", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert row["workload"] == "W1" and row["best_found_s"] is None
-    assert {"step_s", "iqr_s", "simulated_step_s", "difference", "counts"} <= set(row)
+    assert row["workload"] == "W1" and row["best"] is None
+    assert {"measured", "spread", "simulated", "difference", "counts"} <= set(row)
+    assert {"step_s", "stall_s", "own_s"} <= set(row["measured"])
 
 
 @pytest.mark.parametrize(
