@@ -57,7 +57,7 @@ class Size:
 
 _SIZES = {
     "W1": Size(10, 25, 3),
-    "W2": Size(8, 15, 6),
+    "W2": Size(8, 25, 6),
     "W3": Size(16, 25, 4),
     "W4": Size(4, 40, 4),  # four steps until each kind of pass was seen
     "W5": Size(10, 25, 4),
