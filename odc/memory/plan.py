@@ -220,7 +220,23 @@ class OrderPrefetcher:
     def next_use(self, page: int) -> float:
         self._begin_pass_if_new()  # a page may be held from one pass into the next
         self._left[page] = 0
+        if self._is_written_yet(page):
+            return self.library.now_ns
         return self._next_use(page)
+
+    def _is_written_yet(self, page: int) -> bool:
+        """Whether the visit that runs, which has only read the page so far, goes on to write it.
+
+        As a backward that lets parameters go and then updates them.
+        """
+        library = self.library
+        order = library.order
+        if order is None or not order.writes or not library.live:
+            return False
+        visit, kind = library.live[-1], 1 << self.table.pages[page].kind
+        if visit.place < 0 or not order.entries[visit.place].writes & ~visit.writes & kind:
+            return False
+        return self.stations.of_group[self.table.pages[page].group] == visit.station
 
     def _next_use(self, page: int) -> float:
         """The same, for a page that may have left since its last use."""

@@ -238,6 +238,39 @@ def test_a_pass_whose_times_have_changed_loads_no_more_than_others(name: str) ->
     assert {p.bytes_in for p in passes[4:]} == {passes[4].bytes_in}
 
 
+def test_parameters_that_are_released_before_their_update_stay_for_it() -> None:
+    """A backward reads them, lets them go and then updates them part by part: one load of each."""
+    cycle = synthetic("W2", steps=1, shape=Shape(layers=12, page_bytes=2 * FRAME_BYTES))
+    drive = drive_of(cycle, budget_for(cycle, 0.4) // FRAME_BYTES, 0.5)
+    pager, table = drive.pager, drive.pager.table
+    groups = range(len(table.groups))
+    loads = []
+    for _ in range(8):
+        pager.begin_pass(0)
+        for group in groups:
+            pager.access(group, [(Kind.PARAMETER, Op.READ)], Phase.FORWARD)
+            drive.body.compute(group, 10_000_000)
+            pager.release(group, Kind.PARAMETER)
+        for group in reversed(groups):
+            pager.access(group, [(Kind.PARAMETER, Op.READ)], Phase.BACKWARD)
+            pager.access(group, [(Kind.GRADIENT, Op.CREATE)], Phase.BACKWARD)
+            drive.body.compute(group, 20_000_000)
+            pager.release(group, Kind.PARAMETER)
+            for part in range(table.parts(group)):
+                needs = [(Kind.PARAMETER, Op.WRITE), (Kind.MOMENT, Op.WRITE)]
+                pager.access(group, needs, Phase.BACKWARD, part)
+                pager.release(group, Kind.PARAMETER, part)
+                pager.release(group, Kind.MOMENT, part)
+            pager.drop(group, Kind.GRADIENT)
+        pager.end_update()
+        taken = pager.take()
+        loads.append((taken.misses, taken.bytes_in))
+    assert follows(drive)
+    assert [misses for misses, _ in loads[-3:]] == [0] * 3
+    every = 2 * 12 * table.pages[0].num_bytes * table.parts(0)  # each once in either direction
+    assert loads[-1][1] <= every + sum(p.home_bytes for p in table.pages if p.kind == Kind.MOMENT)
+
+
 def test_aside_passes_go_on_without_a_schedule_until_one_is_found(later: Later) -> None:
     drive = drive_of(in_turn("A" * 9), FROZEN, 2.0, tuning=Tuning(rehearse="aside"))
     drive.run(5)
