@@ -24,11 +24,11 @@ computes with the bytes that are there. It runs cycles of a few steps from an em
 with a second run of the same. The second gives the times of all computations, the pager's own time
 between them and the link's figures; with these the same needs are simulated.
 
-Figures are medians of a step. stall: waiting for transfers. own: what the pager itself takes.
-difference: simulated stall less measured, as a share of the measured step. over best: measured
-step over the best schedule that a search found for the same computation and link; the first step
-of a cycle, which fills the device, and the others. alone: computation without paging; copies slow
-it down where they share memory or a core with it.
+Figures are medians of a step. stall: waiting for transfers to end. own: what the pager itself
+takes, waking up behind a transfer included. difference: simulated stall less measured, as a share
+of the measured step. over best: measured step over the best schedule that a search found for the
+same computation and link; the first step of a cycle, which fills the device, and the others. alone:
+computation without paging; copies slow it down where they share memory or a core with it.
 A row counts if the interquartile range of its repeats, in both runs, is at most 5 % of the step. A
 home in host memory is reached over an emulated link of the ratio r; a disk is as fast as it is.
 """

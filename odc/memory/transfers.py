@@ -87,7 +87,7 @@ class Transfers:
         self.bytes_in = 0
         self.bytes_out = 0
         self.total_in = 0  # bytes loaded since the beginning
-        self.waited_ns = 0  # for commands, since the beginning
+        self.waited_ns = 0  # for commands to end, since the beginning; not for waking up behind it
         self.loading: dict[int, Ticket] = {}
         self.storing: dict[int, _Storing] = {}
         self.updating: dict[int, Ticket] = {}  # by page of parameters
@@ -481,9 +481,9 @@ class Transfers:
             if _failed(ticket):
                 self._recover()
             raise
-        waited = self.engine.now_ns() - start
-        self.waited_ns += waited
-        return waited
+        now = self.engine.now_ns()
+        self.waited_ns += max(min(ticket.done_ns, now) - start, 0)
+        return now - start
 
     def _recover(self) -> None:
         """Commands failed: wait for the rest, then undo the failed ones in the books."""

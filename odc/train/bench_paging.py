@@ -132,7 +132,8 @@ class Figures:
     """Medians over cycles; times in s, a step each.
 
     Attributes:
-        step_s: All of it: computing, `stall_s` of waiting for transfers, `own_s` of the pager.
+        step_s: All of it: computing, `stall_s` of waiting for transfers to end, `own_s` of the
+            pager, waking up behind a transfer included.
         first_s: The first step of a cycle, which begins with an empty device.
         later_s: The mean of the others.
     """
