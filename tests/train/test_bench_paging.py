@@ -104,9 +104,8 @@ def test_a_row_tells_measured_and_simulated_figures_and_their_distance() -> None
     json.dumps(told)
 
 
-@pytest.mark.parametrize("name", ["W3", "W4"])
-def test_steps_of_the_best_schedule_hold_evaluation_passes_too(name: str) -> None:
-    row = measure(tiny(name), repeats=1, moves=1)
+def test_steps_of_the_best_schedule_hold_evaluation_passes_too() -> None:
+    row = measure(tiny("W3"), repeats=1, moves=1)
     assert row.best is not None
     whole, first, later = row.best
     assert whole * 2 == pytest.approx(first + later)
