@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.issue import Space, choose_load, choose_write_backs
+from odc.memory.issue import Space, Victims, choose_load, choose_write_backs
 from odc.memory.orders import OrderLibrary
+from odc.memory.pages import PageState
 from odc.memory.plan import LEAVES_NS, Prefetcher
 from odc.memory.room import Room
 from odc.memory.transfers import Transfers
 
+_EVICTING = PageState.EVICTING  # looking up a member's name is slow
 _REST = 3  # accesses of members to let pass after one for which there was nothing to move
 _SET_MARGIN = 1.05  # guesses that are equal would swap for ever
 
@@ -89,7 +91,8 @@ class Lookahead:
 
     def think(self) -> None:
         """Load ahead and write back early, as far as the plan and the lines allow."""
-        if self._stuck is not None and self._stuck == self._situation():
+        stuck = self._stuck
+        if stuck is not None and stuck[0] == self.library.position and stuck == self._situation():
             return
         if self._rest > 0 and self._rest_version == self.prefetcher.version:
             self._rest -= 1
@@ -109,57 +112,72 @@ class Lookahead:
         """What a schedule's loads ahead depend on: where none was possible, until it changes."""
         transfers = self.transfers
         return (
-            transfers.available,
-            len(transfers.loading),
             self.library.position,
+            transfers.free + transfers.coming_frames,
+            len(transfers.loading),
             self.created,
             self.room.lingering,
         )
 
-    def _line_is_fed(self) -> bool:
+    def _line_is_fed(self, scheduled: bool) -> bool:
         """Whether the line in is busy until the next hook; under a schedule, somewhat longer.
 
         A schedule's loads take frames only from pages that leave.
         """
         transfers = self.transfers
-        order, place = self.library.order, self.library.position
-        if self.room.scheduled:
+        if scheduled:
             return transfers.in_flight_bytes >= 2 * self._flight_bytes
+        order, place = self.library.order, self.library.position
         if not transfers.bytes_per_ns or order is None or place < 0:
             return transfers.in_flight_bytes >= self._flight_bytes
         return transfers.in_busy_ns >= order.entries[place].dur_ns
 
     def _load_ahead(self) -> bool:
         """Loads what the plan wants; returns whether it wants more than there is room for."""
-        if self._line_is_fed():
+        transfers, room, prefetcher = self.transfers, self.room, self.prefetcher
+        scheduled = room.planned and prefetcher.scheduled
+        if self._line_is_fed(scheduled):
             return True
-        transfers, room, scheduled = self.transfers, self.room, self.room.scheduled
-        until, now = self.prefetcher.until, self.library.now_ns
+        state, frames_of = self.table.state, self.table.frames
         space = Space(transfers.available, self._items())
-        queue = room.victims(now)
-        later_than = LEAVES_NS
-        for page, fresh in self.prefetcher.wanted():
-            if transfers.rescue(page):
+        fresh_before, queue = -1, None
+        for page, fresh in prefetcher.wanted():
+            if state[page] == _EVICTING and transfers.rescue(page):
                 space.frames = transfers.available
                 room.keep(page)
                 continue
-            space.reserve = self._reserve(fresh)
-            if scheduled and not room.lingering:  # nobody is left to make room
-                if self.table.frames[page] + space.reserve > space.frames:
-                    self._stuck = self._situation()
-                    return True
-            elif not scheduled:
-                later_than = now + self._margin * (float(until[page]) - now)
-            victims = choose_load(self.table, page, queue, until, later_than, space, scheduled)
-            if victims is None:
-                room.lingering = False
-                self._stuck = self._situation() if scheduled else None
+            if fresh != fresh_before:
+                space.reserve, fresh_before = self._reserve(fresh), fresh
+            frames = frames_of[page]
+            fits = frames + space.reserve <= space.frames
+            if fits and space.items is None:
+                space.frames -= frames
+            elif not fits and scheduled and not room.lingering:  # nobody is left to make room
+                self._stuck = self._situation()
                 return True
-            room.evict(victims)
+            else:
+                if queue is None:
+                    queue = room.victims(self.library.now_ns)
+                if not self._exchange(page, queue, space, scheduled):
+                    return True
             transfers.load(page, -1, space.reserve)
-            if self._line_is_fed():
+            if self._line_is_fed(scheduled):
                 return True
         return False
+
+    def _exchange(self, page: int, queue: Victims, space: Space, scheduled: bool) -> bool:
+        """Evict what a load ahead takes the place of; False if it must not be made now."""
+        until, later_than = self.prefetcher.until, LEAVES_NS
+        if not scheduled:
+            now = self.library.now_ns
+            later_than = now + self._margin * (float(until[page]) - now)
+        victims = choose_load(self.table, page, queue, until, later_than, space, scheduled)
+        if victims is None:
+            self.room.lingering = False
+            self._stuck = self._situation() if scheduled else None
+            return False
+        self.room.evict(victims)
+        return True
 
     def _items(self) -> int | None:
         """Resident pages that may still be added."""
@@ -170,11 +188,11 @@ class Lookahead:
     def _reserve(self, ahead: int) -> int:
         """Frames to leave for what will be made fresh, ``ahead`` of them by later visits."""
         order, place = self.library.order, self.library.position
-        if order is None or place < 0:
+        if order is None or place < 0 or not order.fresh[place]:
             return ahead
         if self.library.live[-1].goes:  # what was made fresh here has left for its update
             return ahead
-        here, dies = order.frames_to_create(place), order.entries[place].dies
+        here, dies = order.fresh[place], order.entries[place].dies
         if not self.created:
             return max(here, ahead) if dies else here + ahead
         return max(ahead - here, 0) if dies else ahead
@@ -182,11 +200,12 @@ class Lookahead:
     def _clean(self, stores: int) -> None:
         """Write back early what will have to go for the loads ahead."""
         transfers = self.transfers
+        scheduled = self.room.scheduled
+        if scheduled and not self.room.lingering:
+            return
         victims: Iterable[int] = self.room.victims(self.library.now_ns).first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
-        if self.room.scheduled:
-            if not self.room.lingering:
-                return
+        if scheduled:
             until = self.prefetcher.until
             victims = takewhile(lambda page: until[page] > LEAVES_NS, victims)
             frames = transfers.num_frames

@@ -41,6 +41,9 @@ class PageState(IntEnum):
     EVICTING = 3  # the way out is submitted; frames are booked by whoever waits for them
 
 
+_HOME, _LOADING, _RESIDENT, _EVICTING = PageState  # looking up a member's name is slow
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """One page.
@@ -127,8 +130,8 @@ class PageTable:
     pages: list[Page] = field(default_factory=list)
     home_bytes: int = 0  # of parameters and moments
     gradient_bytes: int = 0  # of gradients, behind them in the home
-    # per (group, kind): tuples of page ids; one tuple a part for moments
-    _by_kind: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    # page ids by (group, kind): all parts, and all moments
+    by_kind: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _by_part: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     state: list[PageState] = field(default_factory=list)
     pins: list[int] = field(default_factory=list)
@@ -167,12 +170,12 @@ class PageTable:
         if spec.compact:
             ids = self._add_range(group, Kind.PARAMETER, 0, spec.state_bytes, addresses, stored)
             for kind in Kind:
-                self._by_kind[group, kind] = ids
+                self.by_kind[group, kind] = ids
             return group
-        self._by_kind[group, Kind.PARAMETER] = self._add_range(
+        self.by_kind[group, Kind.PARAMETER] = self._add_range(
             group, Kind.PARAMETER, 0, spec.num_bytes, addresses, stored
         )
-        self._by_kind[group, Kind.GRADIENT] = (
+        self.by_kind[group, Kind.GRADIENT] = (
             self._add_range(group, Kind.GRADIENT, 0, spec.num_bytes, addresses)
             if spec.has_gradient
             else ()
@@ -181,7 +184,7 @@ class PageTable:
         for slot in range(spec.num_moments):
             size = spec.num_bytes * spec.moment_scale
             moments += self._add_range(group, Kind.MOMENT, slot, size, addresses)
-        self._by_kind[group, Kind.MOMENT] = moments
+        self.by_kind[group, Kind.MOMENT] = moments
         return group
 
     def _add_range(
@@ -250,7 +253,7 @@ class PageTable:
             table.groups.append(_traced_spec(columns, rows))
             for kind in Kind:
                 own = tuple(table.pages[r].page for r in rows if table.pages[r].kind == kind)
-                table._by_kind[group, kind] = own or table._by_kind.get((group, 0), ())
+                table.by_kind[group, kind] = own or table.by_kind.get((group, 0), ())
         table.seal()
         return table
 
@@ -277,26 +280,25 @@ class PageTable:
 
     def set_state(self, page: int, state: PageState) -> None:
         """Note where a page is; the arrays follow."""
-        before, self.state[page] = self.state[page], state
-        leaves = state == PageState.EVICTING
-        self.is_absent[page] = leaves or state == PageState.HOME
-        self._is_resident[page] = state == PageState.RESIDENT
-        if leaves or (before == PageState.LOADING and state == PageState.HOME):
+        if state == _EVICTING or (state == _HOME and self.state[page] == _LOADING):
             self.left.append(page)
+        self.state[page] = state
+        self.is_absent[page] = state == _HOME or state == _EVICTING
+        self._is_resident[page] = state == _RESIDENT
 
     def of(self, group: int, kind: int) -> tuple[int, ...]:
         """Page ids of a group's kind, all parts and moments."""
-        return self._by_kind[group, kind]
+        return self.by_kind[group, kind]
 
     def parts(self, group: int) -> int:
         """Number of parts in which a group's optimizer walks through its pages."""
-        return len(self._by_kind[group, Kind.PARAMETER])
+        return len(self.by_kind[group, Kind.PARAMETER])
 
     def of_part(self, group: int, kind: int, part: int) -> list[int]:
         """Page ids of one part (a moment has one page a slot)."""
         found = self._by_part.get((group, kind, part))
         if found is None:
-            own = [p for p in self._by_kind[group, kind] if self.pages[p].part == part]
+            own = [p for p in self.by_kind[group, kind] if self.pages[p].part == part]
             found = self._by_part[group, kind, part] = own
         return found
 

@@ -115,6 +115,7 @@ class OrderPrefetcher:
         self.threshold = threshold
         count = len(self.table.pages)
         self.until = np.full(count, UNKNOWN_NS)
+        self._until_of = memoryview(self.until)  # to read one is faster than of an array
         shares = self.table.home_shares  # what is coded at home is loaded cheaply: the rest is dear
         self._dear = [share / min(shares) for share in shares]
         self.version = 0
@@ -148,16 +149,24 @@ class OrderPrefetcher:
 
     def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
         library = self.library
-        self._begin_pass_if_new()
+        if library.passes != self._pass:
+            self._begin_pass()
         begins = self._phase < 0
         self._remaining = remaining
-        set_index = self.stations.stations[visit.station].set_index
+        set_index = self.stations.set_of[visit.station]
         if set_index >= 0 and visit.order:
             self.sets.observe(visit, set_index, tokens)
-        if library.order is None:
+        order = library.order
+        if order is None:
             return
-        self._follow()
-        self._look_ahead()
+        if order.is_certain and not library.skipped and library.position >= self._position:
+            self._reach = []  # the visit that was expected: nothing was learned
+            self._position = position = library.position
+            if position > self._cursor:
+                self._cursor = position
+        else:
+            self._follow()
+            self._look_ahead()
         if self.stations.sets and (begins or visit.phase != self._phase):
             self._rekey_sets(range(len(self.stations.sets)))
             self._cursor = max(library.position, 0)
@@ -217,15 +226,24 @@ class OrderPrefetcher:
         return self._reach[ahead] if ahead < len(self._reach) else order.entries[place].chance
 
     def next_use(self, page: int) -> float:
-        self._begin_pass_if_new()  # a page may be held from one pass into the next
         library = self.library
+        if library.passes != self._pass:  # a page may be held from one pass into the next
+            self._begin_pass()
         order = library.order
         if order is None:
             self._uses += 1
             return UNKNOWN_NS - _UNKNOWN_STEP * self._uses
         if self.sets.holds[page]:
             return float(self.sets.later[page])
-        time = self._time_of(page, order)
+        if order.is_certain and not order.goes_at and not self._hinted:  # nearly always
+            uses = order.at[page]
+            first = bisect_right(uses, library.position)
+            if first < len(uses):
+                time = library.base_ns + order.start_ns[uses[first]]
+            else:
+                time = library.base_ns + order.total_ns + self._after[page]
+        else:
+            time = self._time_of(page, order)
         if self.scheduled:
             return time + LEAVES_NS if self._has_to_leave(page, order) else time
         weight = self.table.load_weight[page] * self._dear[page]
@@ -240,8 +258,6 @@ class OrderPrefetcher:
         after = library.end_ns + self._after[page]
         if order.goes_at and self._goes_ahead(page, order):
             after = max(after, UNKNOWN_NS / 2)  # what comes after the update is no use of this copy
-        if not uses:
-            return after
         first = bisect_right(uses, library.position)
         if order.is_certain and not self._hinted:
             return library.base_ns + order.start_ns[uses[first]] if first < len(uses) else after
@@ -468,18 +484,19 @@ class OrderPrefetcher:
     def wanted(self) -> Iterator[tuple[int, int]]:
         if not self._orders:
             return
-        absent = self.table.is_absent
+        absent, updates = self.table.is_absent, bool(self._orders[0].goes_at)
         self._go_back()
         last = self._last_serial()
-        yield from self._wanted_again(last)
+        if self._again:
+            yield from self._wanted_again(last)
         while self._cursor <= last:
             pages = self._pages_at(self._cursor)
-            if self._is_updated_before(pages, self._cursor):
+            if updates and self._is_updated_before(pages, self._cursor):
                 yield from self._wanted_beyond(last)
                 return
             for page in pages:
                 if absent[page]:
-                    yield page, self._fresh_ahead()
+                    yield page, self._fresh_ahead() if self._makes_fresh else 0
             self._cursor += 1
 
     def _wanted_beyond(self, last: int) -> Iterator[tuple[int, int]]:
@@ -519,13 +536,16 @@ class OrderPrefetcher:
 
     def _go_back(self) -> None:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
-        for page in self.table.left:
-            self._cursor = min(self._cursor, self._next_serial(page))
-            leaves = LEAVES_NS <= self.until[page] < UNKNOWN_NS / 8
-            if leaves and not self.table.is_evictable[page]:
-                self.until[page] -= LEAVES_NS  # it has left; when it comes back it stays
-        self.table.left.clear()
-        self._cursor = max(self._cursor, self.library.position)
+        left, until = self.table.left, self._until_of
+        if left:
+            for page in left:
+                self._cursor = min(self._cursor, self._next_serial(page))
+                leaves = LEAVES_NS <= until[page] < UNKNOWN_NS / 8
+                if leaves and not self.table.is_evictable[page]:
+                    until[page] -= LEAVES_NS  # it has left; when it comes back it stays
+            left.clear()
+        if self._cursor < self.library.position:
+            self._cursor = self.library.position
 
     def _next_serial(self, page: int) -> int:
         """The entry ahead that uses a page; where nothing is known of one, the end."""

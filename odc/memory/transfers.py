@@ -30,7 +30,11 @@ from odc.memory.events import Act, Sink, Tier
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.pages import PageState, PageTable
 
-_Booking = list[tuple[Ticket | None, int]]
+_Booking = Sequence[tuple[Ticket | None, int]]
+# Looking a name up in an enumeration is slow, and most of these are needed at every access.
+_HOME, _LOADING, _RESIDENT, _EVICTING = PageState
+_LOAD, _RELEASE = CommandKind.LOAD, CommandKind.RELEASE
+_URGENT, _NORMAL = Priority.URGENT, Priority.NORMAL
 
 
 def _failed(ticket: Ticket) -> bool:
@@ -104,15 +108,16 @@ class Transfers:
         self.num_resident = 0
         self._demanded: dict[int, int] = {}  # page -> seq of the need that a load serves
         self._coming: deque[tuple[Ticket, int]] = deque()
-        self._coming_frames = 0
+        self.coming_frames = 0  # that evictions under way will give back
         self._evicting: dict[int, Ticket] = {}
         self._booked: dict[int, _Booking] = {}
         self._generation = [0] * len(table.pages)
+        self._ended = -1  # commands that had ended at the last look; -1: look again
 
     @property
     def available(self) -> int:
         """Frames that are free, or will be when evictions under way are done."""
-        return self.free + self._coming_frames
+        return self.free + self.coming_frames
 
     @property
     def used_bytes(self) -> int:
@@ -131,9 +136,13 @@ class Transfers:
     def _book(self, page: int, spare: int = 0) -> tuple[Ticket, ...]:
         """Take frames for a page, the last ``spare`` free ones only if nothing else is coming."""
         need = self.table.frames[page]
+        if not self.coming_frames and need <= self.free:  # nearly always
+            self.free -= need
+            self._booked[page] = ((None, need),)
+            return (self._evicting[page],) if page in self._evicting else ()
         assert need <= self.available, f"page {page}: {need} frames, {self.available} available"
-        booking: _Booking = []
-        taken = min(need, max(self.free - spare, need - self._coming_frames))
+        booking: list[tuple[Ticket | None, int]] = []
+        taken = min(need, max(self.free - spare, need - self.coming_frames))
         if taken > 0:
             self.free -= taken
             booking.append((None, taken))
@@ -143,7 +152,7 @@ class Transfers:
             taken = min(need, frames)
             if taken < frames:
                 self._coming.appendleft((ticket, frames - taken))
-            self._coming_frames -= taken
+            self.coming_frames -= taken
             booking.append((ticket, taken))
             need -= taken
         self._booked[page] = booking
@@ -159,7 +168,7 @@ class Transfers:
                 self.free += frames
             else:  # if it failed, its page stays in these frames: ``_stays`` takes them out again
                 self._coming.append((ticket, frames))
-                self._coming_frames += frames
+                self.coming_frames += frames
 
     def _is_done(self, ticket: Ticket) -> bool:
         """Whether a command has ended well; an error is left to whoever polls it next."""
@@ -178,13 +187,16 @@ class Transfers:
             seq: the need it serves, -1 for a prefetch.
             spare: free frames that should be left, if others are on their way.
         """
-        self._check_whole(page)
-        after = self._behind_update(page, self._book(page, spare))
-        priority = Priority.NORMAL if seq < 0 else Priority.URGENT
-        ticket = self.engine.submit(CommandKind.LOAD, self.table.pages[page], after, priority)
-        self.table.set_state(page, PageState.LOADING)
+        if self._broken:
+            self._check_whole(page)
+        after = self._book(page, spare)
+        if self.updating:
+            after = self._behind_update(page, after)
+        what = self.table.pages[page]
+        ticket = self.engine.submit(_LOAD, what, after, _NORMAL if seq < 0 else _URGENT)
+        self.table.set_state(page, _LOADING)
         self.loading[page] = ticket
-        num_bytes = self.table.pages[page].home_bytes
+        num_bytes = what.home_bytes
         self.in_flight_bytes += num_bytes
         self.bytes_in += num_bytes
         if self.bytes_per_ns:
@@ -202,6 +214,8 @@ class Transfers:
         ticket = self.engine.submit(
             CommandKind.CREATE, self.table.pages[page], after, Priority.URGENT
         )
+        if ticket.done_ns >= 0:  # it was run as it was submitted
+            self._ended = -1
         self.table.set_state(page, PageState.LOADING)
         self.loading[page] = ticket
 
@@ -216,19 +230,20 @@ class Transfers:
         del self.loading[page]
         del self._booked[page]
         table = self.table
-        table.set_state(page, PageState.RESIDENT)
+        table.set_state(page, _RESIDENT)
         table.is_evictable[page] = table.pins[page] == 0
         self.arrived.append(page)
         self.num_resident += 1
-        if ticket.kind == CommandKind.LOAD:
+        if ticket.kind == _LOAD:
             num_bytes = table.pages[page].home_bytes
             self.total_in += num_bytes
             self.bytes_per_ns = _smoothed(self.bytes_per_ns, num_bytes, ticket.dur_ns)
             self.in_flight_bytes -= num_bytes
             seq = self._demanded.pop(page, -1)
-            act = Act.PREFETCH if page in self.prefetched else Act.LOAD
+            if self.sink is not None:
+                act = Act.PREFETCH if page in self.prefetched else Act.LOAD
+                self._record(ticket, seq, page, act, self.tier_of(page), Tier.DEVICE, num_bytes)
             self.prefetched.discard(page)
-            self._record(ticket, seq, page, act, self.tier_of(page), Tier.DEVICE, num_bytes)
 
     def cancel_one_prefetch(self) -> bool:
         """Take back the prefetch that was queued last; False if none can be."""
@@ -288,7 +303,8 @@ class Transfers:
         elif table.is_dirty[page]:
             after = (self.store(page, early=False),)
         self._release(page, after)
-        self._record(None, -1, page, Act.EVICT, Tier.DEVICE, self.tier_of(page), 0)
+        if self.sink is not None:
+            self._record(None, -1, page, Act.EVICT, Tier.DEVICE, self.tier_of(page), 0)
 
     def rescue(self, page: int) -> bool:
         """Take an eviction back, if the page is still in its frames and nobody counts on them.
@@ -303,7 +319,7 @@ class Transfers:
         if entry not in self._coming or not self.engine.cancel(ticket):
             return False
         self._coming.remove(entry)
-        self._coming_frames -= frames
+        self.coming_frames -= frames
         del self._evicting[page]
         self.table.set_state(page, PageState.RESIDENT)
         self.table.is_evictable[page] = self.table.pins[page] == 0
@@ -399,19 +415,21 @@ class Transfers:
 
     def _release(self, page: int, after: tuple[Ticket, ...]) -> None:
         table = self.table
-        table.set_state(page, PageState.EVICTING)
+        table.set_state(page, _EVICTING)
         table.is_evictable[page] = False
         self.num_resident -= 1
-        ticket = self.engine.submit(CommandKind.RELEASE, table.pages[page], after)
+        ticket = self.engine.submit(_RELEASE, table.pages[page], after)
         frames = table.frames[page]
         if not after and self.engine.poll(ticket):  # made at once
-            table.set_state(page, PageState.HOME)
+            table.set_state(page, _HOME)
             self.free += frames
             return
+        if ticket.done_ns >= 0:  # it was run as it was submitted
+            self._ended = -1
         self._old.discard(page)
         self._evicting[page] = ticket
         self._coming.append((ticket, frames))
-        self._coming_frames += frames
+        self.coming_frames += frames
 
     def dirtied(self, page: int) -> None:
         """The content of a resident page is about to change."""
@@ -436,11 +454,15 @@ class Transfers:
 
     def poll(self) -> None:
         """Take note of what is done. Raises what a command raised."""
+        ended = self.engine.ended()
+        if ended == self._ended:
+            return
         try:
             self._poll()
         except Exception:
             self._recover()
             raise
+        self._ended = ended
 
     def _poll(self) -> None:
         poll = self.engine.poll
@@ -466,7 +488,7 @@ class Transfers:
         back = [entry for entry in self._coming if poll(entry[0])]
         for entry in back:
             self._coming.remove(entry)
-            self._coming_frames -= entry[1]
+            self.coming_frames -= entry[1]
             self.free += entry[1]
 
     def _wait(self, ticket: Ticket) -> int:
@@ -507,7 +529,7 @@ class Transfers:
         self._old.discard(page)
         for entry in [e for e in self._coming if e[0] is ticket]:
             self._coming.remove(entry)
-            self._coming_frames -= entry[1]
+            self.coming_frames -= entry[1]
         self.table.set_state(page, PageState.RESIDENT)
         self.table.is_evictable[page] = self.table.pins[page] == 0
         self.arrived.append(page)
@@ -546,7 +568,7 @@ class Transfers:
         held = sum(int(n) for n, r in zip(table.num_frames, table.resident, strict=True) if r)
         booked = sum(int(table.num_frames[p]) for p in self.loading)
         coming = sum(n for _, n in self._coming)
-        assert coming == self._coming_frames, f"{coming=} {self._coming_frames=}"
+        assert coming == self.coming_frames, f"{coming=} {self.coming_frames=}"
         assert held + booked + coming + self.free == self.num_frames, (
             f"{held=} + {booked=} + {coming=} + {self.free=} != {self.num_frames}"
         )
