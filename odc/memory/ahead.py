@@ -100,8 +100,10 @@ class Lookahead:
         moved = self.transfers.bytes_in + self.transfers.bytes_out
         stores = self.tuning.early_stores - len(self.transfers.storing)
         scarce = self._load_ahead()
-        if stores > 0 and scarce and self.tuning.early_write_back:
-            self._clean(stores)
+        if scarce and stores > 0 and self.tuning.early_write_back:
+            scheduled = self.room.planned and self.prefetcher.scheduled
+            if self.room.lingering or not scheduled:  # else what leaves has left
+                self._clean(stores, scheduled)
         if (
             self.library.stations.sets
             and moved == self.transfers.bytes_in + self.transfers.bytes_out
@@ -139,28 +141,30 @@ class Lookahead:
         if self._line_is_fed(scheduled):
             return True
         state, frames_of = self.table.state, self.table.frames
-        space = Space(transfers.available, self._items())
-        fresh_before, queue = -1, None
+        free = transfers.free + transfers.coming_frames
+        items = None if self.tuning.max_items is None else self._items()
+        reserve, fresh_before, queue = 0, -1, None
         for page, fresh in prefetcher.wanted():
             if state[page] == _EVICTING and transfers.rescue(page):
-                space.frames = transfers.available
+                free = transfers.available
                 room.keep(page)
                 continue
             if fresh != fresh_before:
-                space.reserve, fresh_before = self._reserve(fresh), fresh
-            frames = frames_of[page]
-            fits = frames + space.reserve <= space.frames
-            if fits and space.items is None:
-                space.frames -= frames
+                reserve, fresh_before = self._reserve(fresh), fresh
+            fits = frames_of[page] + reserve <= free
+            if fits and items is None:
+                free -= frames_of[page]
             elif not fits and scheduled and not room.lingering:  # nobody is left to make room
                 self._stuck = self._situation()
                 return True
             else:
                 if queue is None:
                     queue = room.victims(self.library.now_ns)
+                space = Space(free, items, reserve)
                 if not self._exchange(page, queue, space, scheduled):
                     return True
-            transfers.load(page, -1, space.reserve)
+                free, items = space.frames, space.items
+            transfers.load(page, -1, reserve)
             if self._line_is_fed(scheduled):
                 return True
         return False
@@ -197,12 +201,9 @@ class Lookahead:
             return max(here, ahead) if dies else here + ahead
         return max(ahead - here, 0) if dies else ahead
 
-    def _clean(self, stores: int) -> None:
+    def _clean(self, stores: int, scheduled: bool) -> None:
         """Write back early what will have to go for the loads ahead."""
         transfers = self.transfers
-        scheduled = self.room.scheduled
-        if scheduled and not self.room.lingering:
-            return
         victims: Iterable[int] = self.room.victims(self.library.now_ns).first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
         if scheduled:

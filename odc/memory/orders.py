@@ -439,11 +439,11 @@ class OrderLibrary:
         order, expected = self.order, self.position + 1
         self.skipped = _NONE
         if order is not None:
-            key, keys = visit_key(station, phase), order.keys
-            if expected < len(keys) and keys[expected] == key:
+            keys = order.keys  # (``visit_key`` written out)
+            if expected < len(keys) and keys[expected] == station * 8 + phase:
                 self.position = made.place = expected
             else:
-                made.place = self._find_again(order, key)
+                made.place = self._find_again(order, visit_key(station, phase))
         self.live.append(made)
         return made
 

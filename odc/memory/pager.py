@@ -170,11 +170,17 @@ class Pager:
             BudgetError: pinned pages leave too little room.
             PageIOError: the home could not be read or written.
         """
-        compute_ns = self._account()
+        # What is a line or two long is written out on this path: a call costs as much as they do.
         room, transfers, counters = self.room, self.transfers, self.counters
+        compute_ns = self._now_ns() - self._mark
+        counters.compute_ns += compute_ns
         counters.accesses += 1
         room.time += 1
-        visit = self._enter(group, phase)
+        station, visit = self.stations.of_group[group], self._visit
+        if visit is not None:
+            visit.dur_ns += compute_ns
+        if visit is None or visit.station != station or visit.phase != phase:
+            visit = self._enter(station, phase)
         pages = self._pin(group, needs, part, visit, compute_ns)
         if room.chooser is not None and room.chooser.awake:
             room.chooser.accessed(pages, transfers.num_frames)
@@ -280,7 +286,9 @@ class Pager:
                 "use on the device; leave model.resident(...) before opt.step()"
             )
         compute_ns = self._account()
-        visit = self._enter(group, phase)
+        station, visit = self.stations.of_group[group], self._visit
+        if visit is None or visit.station != station or visit.phase != phase:
+            visit = self._enter(station, phase)
         visit.go_home(1 << Kind.PARAMETER | 1 << Kind.GRADIENT, self.stations.member_of[group])
         if self.sink is not None:
             self._write_need(group, Kind.GRADIENT, Op.UPDATE, compute_ns, Phase(visit.phase))
@@ -377,21 +385,19 @@ class Pager:
         return compute_ns
 
     def _start_visit(self, station: int, phase: Phase) -> Visit:
-        self._visit = self.library.visit(station, phase)
+        self._visit = visit = self.library.visit(station, phase)
         self._seq += 1
         if self._ahead is not None:
             self._ahead.created = False
-        return self._visit
+        return visit
 
-    def _enter(self, group: int, phase: Phase) -> Visit:
-        station = self.stations.of_group[group]
-        visit = self._visit
-        if visit is None or visit.station != station or visit.phase != phase:
-            visit = self._start_visit(station, phase)
-            in_set = self.stations.set_of[station] >= 0
-            self._remaining = self._taped(station, phase) if in_set else []
-            if self.prefetcher is not None:
-                self.prefetcher.advance(visit, self.tokens, self._remaining)
+    def _enter(self, station: int, phase: Phase) -> Visit:
+        """A visit begins, without ``open_set``."""
+        visit = self._start_visit(station, phase)
+        in_set = self.stations.set_of[station] >= 0
+        self._remaining = self._taped(station, phase) if in_set else []
+        if self.prefetcher is not None:
+            self.prefetcher.advance(visit, self.tokens, self._remaining)
         return visit
 
     def _taped(self, station: int, phase: Phase) -> list[int]:

@@ -283,7 +283,7 @@ class PageTable:
         if state == _EVICTING or (state == _HOME and self.state[page] == _LOADING):
             self.left.append(page)
         self.state[page] = state
-        self.is_absent[page] = state == _HOME or state == _EVICTING
+        self.is_absent[page] = state in (_HOME, _EVICTING)
         self._is_resident[page] = state == _RESIDENT
 
     def of(self, group: int, kind: int) -> tuple[int, ...]:

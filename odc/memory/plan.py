@@ -485,12 +485,18 @@ class OrderPrefetcher:
         if not self._orders:
             return
         absent, updates = self.table.is_absent, bool(self._orders[0].goes_at)
-        self._go_back()
+        if self.table.left:
+            self._go_back()
+        if self._cursor < self.library.position:
+            self._cursor = self.library.position
         last = self._last_serial()
         if self._again:
             yield from self._wanted_again(last)
+        here = self._orders[0]
+        plain = here.uses if here.is_certain and not self._hinted else ()
         while self._cursor <= last:
-            pages = self._pages_at(self._cursor)
+            cursor = self._cursor
+            pages = plain[cursor] if cursor < len(plain) else self._pages_at(cursor)
             if updates and self._is_updated_before(pages, self._cursor):
                 yield from self._wanted_beyond(last)
                 return
@@ -537,15 +543,12 @@ class OrderPrefetcher:
     def _go_back(self) -> None:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
         left, until = self.table.left, self._until_of
-        if left:
-            for page in left:
-                self._cursor = min(self._cursor, self._next_serial(page))
-                leaves = LEAVES_NS <= until[page] < UNKNOWN_NS / 8
-                if leaves and not self.table.is_evictable[page]:
-                    until[page] -= LEAVES_NS  # it has left; when it comes back it stays
-            left.clear()
-        if self._cursor < self.library.position:
-            self._cursor = self.library.position
+        for page in left:
+            self._cursor = min(self._cursor, self._next_serial(page))
+            leaves = LEAVES_NS <= until[page] < UNKNOWN_NS / 8
+            if leaves and not self.table.is_evictable[page]:
+                until[page] -= LEAVES_NS  # it has left; when it comes back it stays
+        left.clear()
 
     def _next_serial(self, page: int) -> int:
         """The entry ahead that uses a page; where nothing is known of one, the end."""

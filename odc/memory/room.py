@@ -134,7 +134,8 @@ class Room:
         """Score what came and can go, but for the page whose use just ended: that counts once."""
         arrived = self.transfers.arrived
         for page in arrived:
-            self.policy.arrived(page, self.time)
+            if not self.planned:
+                self.policy.arrived(page, self.time)
             if self.table.is_evictable[page] and page != used:
                 if not self.planned:
                     self.scores[page] = self.policy.score(page, self.time)

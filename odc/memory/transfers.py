@@ -41,6 +41,17 @@ def _failed(ticket: Ticket) -> bool:
     return ticket.done_ns >= 0 and ticket.error is not None
 
 
+def _done(tickets: dict[int, Ticket]) -> list[tuple[int, Ticket]]:
+    """Those that have ended, as the pages they are of. Raises what the first of them raised."""
+    done = []
+    for page, ticket in tickets.items():
+        if ticket.done_ns >= 0:
+            if ticket.error is not None:
+                raise ticket.error
+            done.append((page, ticket))
+    return done
+
+
 def _smoothed(rate: float, num_bytes: int, dur_ns: int) -> float:
     """A rate with one more transfer in it."""
     if dur_ns <= 0:
@@ -239,7 +250,7 @@ class Transfers:
             self.total_in += num_bytes
             self.bytes_per_ns = _smoothed(self.bytes_per_ns, num_bytes, ticket.dur_ns)
             self.in_flight_bytes -= num_bytes
-            seq = self._demanded.pop(page, -1)
+            seq = self._demanded.pop(page, -1) if self._demanded else -1
             if self.sink is not None:
                 act = Act.PREFETCH if page in self.prefetched else Act.LOAD
                 self._record(ticket, seq, page, act, self.tier_of(page), Tier.DEVICE, num_bytes)
@@ -465,26 +476,27 @@ class Transfers:
         self._ended = ended
 
     def _poll(self) -> None:
-        poll = self.engine.poll
-        if self.loading:
-            for page in [p for p, t in self.loading.items() if poll(t)]:
-                self._arrived(page, self.loading[page])
+        # What the engine has counted is done: tickets are read without asking it for each.
+        for page, ticket in _done(self.loading):
+            self._arrived(page, ticket)
         if self.storing:
+            poll = self.engine.poll
             for page in [p for p, s in self.storing.items() if poll(s.ticket)]:
                 self._stored(page, self.storing.pop(page))
         if self.updating:
-            for page in [p for p, t in self.updating.items() if poll(t)]:
-                self._updated(page, self.updating.pop(page))
+            for page, ticket in _done(self.updating):
+                del self.updating[page]
+                self._updated(page, ticket)
         if self._evicting or self._coming:
             self._poll_evictions()
 
     def _poll_evictions(self) -> None:
-        poll = self.engine.poll
-        for page in [p for p, t in self._evicting.items() if poll(t)]:
+        for page, _ in _done(self._evicting):
             del self._evicting[page]
             self._old.discard(page)
             if self.table.state[page] == PageState.EVICTING:
                 self.table.set_state(page, PageState.HOME)
+        poll = self.engine.poll
         back = [entry for entry in self._coming if poll(entry[0])]
         for entry in back:
             self._coming.remove(entry)

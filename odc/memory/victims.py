@@ -25,7 +25,10 @@ class EvictionPolicy(Protocol):
 
     @property
     def planned(self) -> bool:
-        """Whether it goes by the plan's times of next use where there is a plan."""
+        """Whether it goes by the plan's times of next use where there is a plan.
+
+        While it does, it is told only what was evicted.
+        """
 
     def arrived(self, page: int, time: int) -> None:
         """A page came into frames, at a virtual time (number of accesses)."""

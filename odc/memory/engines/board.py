@@ -77,11 +77,14 @@ class Board:
     def __init__(self, tiers: Iterable[Tier], tier_of: Callable[[int], Tier]) -> None:
         self._tier_of = tier_of
         tiers = tuple(tiers)
+        self._only_in: Line | None = None  # where all pages have their home in one tier
         names = [f"{tier.name.lower()} " if len(tiers) > 1 else "" for tier in tiers]
         self.moves = Line("moves", None)
         self.updates = Line("updates", None)
         self.ins = {t: Line(f"{name}in", t) for t, name in zip(tiers, names, strict=True)}
         self.outs = {t: Line(f"{name}out", t) for t, name in zip(tiers, names, strict=True)}
+        if len(tiers) == 1:
+            self._only_in = self.ins[tiers[0]]
         self.lines = (self.moves, self.updates, *self.ins.values(), *self.outs.values())
         self.ended = 0  # commands that have run or failed
         self._number = 0
@@ -109,7 +112,7 @@ class Board:
         if kind == _RELEASE:
             ticket.line = self.moves
         elif kind == _LOAD:
-            ticket.line = self.ins[self._tier_of(page.page)]
+            ticket.line = self._only_in or self.ins[self._tier_of(page.page)]
             if self._last_update:
                 after = _join(after, self._last_update.get(page.page))
         elif kind == CommandKind.STORE:
