@@ -121,14 +121,13 @@ class Lookahead:
             self.room.lingering,
         )
 
-    def _line_is_fed(self, scheduled: bool) -> bool:
-        """Whether the line in is busy until the next hook; under a schedule, somewhat longer.
+    def _line_is_fed(self) -> bool:
+        """Whether the line in is busy until the next hook.
 
-        A schedule's loads take frames only from pages that leave.
+        Under a schedule it is fed somewhat longer: its loads take frames only from pages that
+        leave.
         """
         transfers = self.transfers
-        if scheduled:
-            return transfers.in_flight_bytes >= 2 * self._flight_bytes
         order, place = self.library.order, self.library.position
         if not transfers.bytes_per_ns or order is None or place < 0:
             return transfers.in_flight_bytes >= self._flight_bytes
@@ -138,7 +137,8 @@ class Lookahead:
         """Loads what the plan wants; returns whether it wants more than there is room for."""
         transfers, room, prefetcher = self.transfers, self.room, self.prefetcher
         scheduled = room.planned and prefetcher.scheduled
-        if self._line_is_fed(scheduled):
+        enough = 2 * self._flight_bytes if scheduled else 0
+        if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
             return True
         state, frames_of = self.table.state, self.table.frames
         free = transfers.free + transfers.coming_frames
@@ -165,7 +165,7 @@ class Lookahead:
                     return True
                 free, items = space.frames, space.items
             transfers.load(page, -1, reserve)
-            if self._line_is_fed(scheduled):
+            if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
                 return True
         return False
 

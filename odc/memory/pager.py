@@ -129,7 +129,10 @@ class Pager:
         """
         station = self.stations.of_group[self.stations.sets[set_index][members[0]]]
         self._account()
-        visit = self._start_visit(station, phase)
+        self._visit = visit = self.library.visit(station, phase)
+        self._seq += 1
+        if self._ahead is not None:
+            self._ahead.created = False
         assert visit.used is not None
         groups = self.stations.sets[set_index]
         order = list(members)
@@ -204,7 +207,8 @@ class Pager:
         if part is None:
             self._unpin(table.by_kind[group, kind])
         else:
-            self._unpin(table.of_part(group, kind, part))
+            ids = table.by_part.get((group, kind, part)) or table.of_part(group, kind, part)
+            self._unpin(ids)
 
     def _note_release(self, group: int) -> None:
         last = self._visit_of[group]
@@ -225,7 +229,7 @@ class Pager:
 
     def drop(self, group: int, kind: Kind) -> None:
         """Unpin pages whose content is dead; a compact group's shared page lives on."""
-        if self.table.groups[group].compact:
+        if self.table.is_compact[group]:
             self.release(group, kind)
             return
         if self.sink is not None:
@@ -257,7 +261,7 @@ class Pager:
 
     def forget(self, group: int, kind: Kind) -> None:
         """Content of unpinned pages is dead (a gradient that was zeroed)."""
-        if self.table.groups[group].compact:
+        if self.table.is_compact[group]:
             return
         for page in self.table.of(group, kind):
             self.table.pins[page] += 1
@@ -384,16 +388,12 @@ class Pager:
             self._visit.dur_ns += compute_ns
         return compute_ns
 
-    def _start_visit(self, station: int, phase: Phase) -> Visit:
+    def _enter(self, station: int, phase: Phase) -> Visit:
+        """A visit begins, without ``open_set``."""
         self._visit = visit = self.library.visit(station, phase)
         self._seq += 1
         if self._ahead is not None:
             self._ahead.created = False
-        return visit
-
-    def _enter(self, station: int, phase: Phase) -> Visit:
-        """A visit begins, without ``open_set``."""
-        visit = self._start_visit(station, phase)
         in_set = self.stations.set_of[station] >= 0
         self._remaining = self._taped(station, phase) if in_set else []
         if self.prefetcher is not None:
@@ -426,18 +426,20 @@ class Pager:
         if self._remaining and member in self._remaining:
             self._remaining.remove(member)
         self._visit_of[group] = (visit, len(self.library.live))
+        if visit.used is not None:
+            visit.use(member)
         pages: list[tuple[int, Op]] = []
         for kind, op in needs:
-            visit.note(kind, op, member)
+            visit.note(kind, op)
             if self.sink is not None and not part:
                 self._write_need(group, kind, op, compute_ns, Phase(visit.phase))
                 compute_ns = 0
             if part is None:
                 ids = table.by_kind[group, kind]
             else:
-                ids = table.of_part(group, kind, part)
+                ids = table.by_part.get((group, kind, part)) or table.of_part(group, kind, part)
             if op == _CREATE:
-                if table.groups[group].compact:
+                if table.is_compact[group]:
                     op = Op.WRITE
                 elif self._ahead is not None:
                     self._ahead.created = True

@@ -132,7 +132,8 @@ class PageTable:
     gradient_bytes: int = 0  # of gradients, behind them in the home
     # page ids by (group, kind): all parts, and all moments
     by_kind: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    _by_part: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    by_part: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    is_compact: list[bool] = field(default_factory=list)  # by group
     state: list[PageState] = field(default_factory=list)
     pins: list[int] = field(default_factory=list)
     frames: list[int] = field(default_factory=list)
@@ -266,6 +267,7 @@ class PageTable:
         ]
         self.state = [PageState.HOME] * n
         self.pins = [0] * n
+        self.is_compact = [spec.compact for spec in self.groups]
         self.frames = [p.num_frames for p in self.pages]
         self.load_weight = [1.0] * n
         self.home_shares = [p.home_share for p in self.pages]
@@ -296,10 +298,10 @@ class PageTable:
 
     def of_part(self, group: int, kind: int, part: int) -> list[int]:
         """Page ids of one part (a moment has one page a slot)."""
-        found = self._by_part.get((group, kind, part))
+        found = self.by_part.get((group, kind, part))
         if found is None:
             own = [p for p in self.by_kind[group, kind] if self.pages[p].part == part]
-            found = self._by_part[group, kind, part] = own
+            found = self.by_part[group, kind, part] = own
         return found
 
     def span_of(self, page: Page) -> tuple[int, int]:

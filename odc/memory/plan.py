@@ -141,6 +141,7 @@ class OrderPrefetcher:
         self._makes_fresh = False  # some entry of them does
         self._after: list[float] = []  # by page: first use in later passes, from the end of this
         self._after_of: dict[tuple[tuple[int, int], ...], list[float]] = {}
+        self._end = -1  # serial number of the last entry of passes in sight
         self._cursor = 0  # serial number of the entry that is looked at next
         self._again: list[int] = []  # serial numbers of sets to look at again
         self._remaining: Sequence[int] = ()
@@ -363,6 +364,7 @@ class OrderPrefetcher:
         follows = library.as_expected and bool(passed) and before[1:] == self._chain[:-1]
         follows, self._anew = follows and not self._anew, False
         self._after = self._first_uses()
+        self._end = self._last_serial()
         if not follows:
             self._cursor = 0
             self._rekey_all()
@@ -489,7 +491,7 @@ class OrderPrefetcher:
             self._go_back()
         if self._cursor < self.library.position:
             self._cursor = self.library.position
-        last = self._last_serial()
+        last = self._end if self.limits.page_prefetch is None else self._last_serial()
         if self._again:
             yield from self._wanted_again(last)
         here = self._orders[0]

@@ -52,6 +52,16 @@ def _done(tickets: dict[int, Ticket]) -> list[tuple[int, Ticket]]:
     return done
 
 
+def _done_stores(stores: dict[int, _Storing]) -> list[tuple[int, _Storing]]:
+    done = []
+    for page, storing in stores.items():
+        if storing.ticket.done_ns >= 0:
+            if storing.ticket.error is not None:
+                raise storing.ticket.error
+            done.append((page, storing))
+    return done
+
+
 def _smoothed(rate: float, num_bytes: int, dur_ns: int) -> float:
     """A rate with one more transfer in it."""
     if dur_ns <= 0:
@@ -147,10 +157,6 @@ class Transfers:
     def _book(self, page: int, spare: int = 0) -> tuple[Ticket, ...]:
         """Take frames for a page, the last ``spare`` free ones only if nothing else is coming."""
         need = self.table.frames[page]
-        if not self.coming_frames and need <= self.free:  # nearly always
-            self.free -= need
-            self._booked[page] = ((None, need),)
-            return (self._evicting[page],) if page in self._evicting else ()
         assert need <= self.available, f"page {page}: {need} frames, {self.available} available"
         booking: list[tuple[Ticket | None, int]] = []
         taken = min(need, max(self.free - spare, need - self.coming_frames))
@@ -200,12 +206,19 @@ class Transfers:
         """
         if self._broken:
             self._check_whole(page)
-        after = self._book(page, spare)
+        table = self.table
+        need = table.frames[page]
+        after: tuple[Ticket, ...] = ()
+        if self.coming_frames or need > self.free or page in self._evicting:
+            after = self._book(page, spare)
+        else:  # nearly always
+            self.free -= need
+            self._booked[page] = ((None, need),)
         if self.updating:
             after = self._behind_update(page, after)
-        what = self.table.pages[page]
+        what = table.pages[page]
         ticket = self.engine.submit(_LOAD, what, after, _NORMAL if seq < 0 else _URGENT)
-        self.table.set_state(page, _LOADING)
+        table.set_state(page, _LOADING)
         self.loading[page] = ticket
         num_bytes = what.home_bytes
         self.in_flight_bytes += num_bytes
@@ -248,7 +261,9 @@ class Transfers:
         if ticket.kind == _LOAD:
             num_bytes = table.pages[page].home_bytes
             self.total_in += num_bytes
-            self.bytes_per_ns = _smoothed(self.bytes_per_ns, num_bytes, ticket.dur_ns)
+            rate, dur_ns = self.bytes_per_ns, ticket.dur_ns
+            if dur_ns > 0:  # (``_smoothed`` written out)
+                self.bytes_per_ns = rate + (0.1 if rate else 1.0) * (num_bytes / dur_ns - rate)
             self.in_flight_bytes -= num_bytes
             seq = self._demanded.pop(page, -1) if self._demanded else -1
             if self.sink is not None:
@@ -477,12 +492,13 @@ class Transfers:
 
     def _poll(self) -> None:
         # What the engine has counted is done: tickets are read without asking it for each.
-        for page, ticket in _done(self.loading):
-            self._arrived(page, ticket)
+        if self.loading:
+            for page, ticket in _done(self.loading):
+                self._arrived(page, ticket)
         if self.storing:
-            poll = self.engine.poll
-            for page in [p for p, s in self.storing.items() if poll(s.ticket)]:
-                self._stored(page, self.storing.pop(page))
+            for page, storing in _done_stores(self.storing):
+                del self.storing[page]
+                self._stored(page, storing)
         if self.updating:
             for page, ticket in _done(self.updating):
                 del self.updating[page]
@@ -496,10 +512,12 @@ class Transfers:
             self._old.discard(page)
             if self.table.state[page] == PageState.EVICTING:
                 self.table.set_state(page, PageState.HOME)
-        poll = self.engine.poll
-        back = [entry for entry in self._coming if poll(entry[0])]
+        coming = self._coming
+        back = [entry for entry in coming if entry[0].done_ns >= 0]
         for entry in back:
-            self._coming.remove(entry)
+            if entry[0].error is not None:
+                raise entry[0].error
+            coming.remove(entry)
             self.coming_frames -= entry[1]
             self.free += entry[1]
 
@@ -554,6 +572,8 @@ class Transfers:
         self.bytes_out_per_ns = _smoothed(self.bytes_out_per_ns, num_bytes, ticket.dur_ns)
         if storing.generation == self._generation[page]:
             self.table.is_dirty[page] = False
+        if self.sink is None:
+            return
         act = Act.EARLY_WRITE_BACK if storing.early else Act.WRITE_BACK
         self._record(storing.ticket, -1, page, act, Tier.DEVICE, self.tier_of(page), num_bytes)
 
