@@ -167,6 +167,9 @@ class Lookahead:
             transfers.load(page, -1, reserve)
             if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
                 return True
+            if scheduled and free <= 0 and not room.lingering and not transfers.evicting:
+                self._stuck = self._situation()
+                return True  # whatever else is wanted finds no room
         return False
 
     def _exchange(self, page: int, queue: Victims, space: Space, scheduled: bool) -> bool:

@@ -469,7 +469,7 @@ class Pager:
 
     def _make_resident(self, pages: list[tuple[int, Op]]) -> None:
         self.room.poll()
-        waiting: list[int] = []
+        waiting: Sequence[int] = ()
         state = self.table.state
         for page, _ in pages:
             if state[page] != _RESIDENT:

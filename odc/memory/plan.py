@@ -31,6 +31,7 @@ from odc.memory.stations import Visit
 
 LEAVES_NS = 1e15  # added to the time of a page that a schedule lets go
 _UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
+_FAR_NS = UNKNOWN_NS / 8  # from there on no use is in sight
 _CHANGED = 0.25  # a chance that moves by so much is taken in at once
 _NEVER = 0.02  # what is less likely is not expected
 _WORTH = 0.3  # least chance at which an entry is worth a load on a line that is always busy
@@ -375,7 +376,7 @@ class OrderPrefetcher:
 
     def _find_far(self) -> None:
         """One more pass is in sight: pages that had no use so far may have one in it."""
-        far = np.flatnonzero(self.until >= UNKNOWN_NS / 8)
+        far = np.flatnonzero(self.until >= _FAR_NS)
         for page in far.tolist():
             if not self.sets.holds[page]:
                 self.until[page] = self.next_use(page)
@@ -544,20 +545,27 @@ class OrderPrefetcher:
 
     def _go_back(self) -> None:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
-        left, until = self.table.left, self._until_of
+        left, until, is_evictable = self.table.left, self._until_of, self.table.is_evictable
         for page in left:
-            self._cursor = min(self._cursor, self._next_serial(page))
-            leaves = LEAVES_NS <= until[page] < UNKNOWN_NS / 8
-            if leaves and not self.table.is_evictable[page]:
+            serial = self._next_serial(page)
+            if serial < self._cursor:
+                self._cursor = serial
+            if LEAVES_NS <= until[page] < _FAR_NS and not is_evictable[page]:
                 until[page] -= LEAVES_NS  # it has left; when it comes back it stays
         left.clear()
 
     def _next_serial(self, page: int) -> int:
         """The entry ahead that uses a page; where nothing is known of one, the end."""
+        order = self._orders[0]
+        if order.is_certain:
+            places = order.at[page]
+            first = bisect_right(places, self.library.position)
+            if first < len(places):
+                return places[first]
         for cycle, order in enumerate(self._orders):
-            places: Sequence[int] = order.at[page]
+            places = order.at[page]
             if self.sets.holds[page]:
-                places = order.of_station.get(self.sets.station[page], ())
+                places = order.of_station.get(self.sets.station[page], [])
             first = bisect_right(places, self.library.position) if cycle == 0 else 0
             for at in range(first, len(places)):
                 place = places[at]

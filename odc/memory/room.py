@@ -21,6 +21,7 @@ from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, VictimQueue
 
 _WRITE_QUEUE_BYTES = 48 * 1024 * 1024  # a line out with so much to write is a bottleneck
+_STRANGE_NS = UNKNOWN_NS / 8
 _WEIGHED = 64  # victims among which clean ones are preferred
 
 
@@ -97,6 +98,7 @@ class Room:
             self.scores = prefetcher.until
         elif self.chooser is not None:
             self.scores = self.chooser.scores
+        self._scores = memoryview(self.scores)  # to read one is faster than of an array
         self.queue = VictimQueue(self.table, self.scores)
 
     def begin_pass(self, ctx: int) -> None:
@@ -132,15 +134,16 @@ class Room:
 
     def _note_arrivals(self, used: int = -1) -> None:
         """Score what came and can go, but for the page whose use just ended: that counts once."""
-        arrived = self.transfers.arrived
+        arrived, is_evictable, scores = self.transfers.arrived, self.table.is_evictable, self._scores
         for page in arrived:
             if not self.planned:
                 self.policy.arrived(page, self.time)
-            if self.table.is_evictable[page] and page != used:
+            if is_evictable[page] and page != used:
                 if not self.planned:
-                    self.scores[page] = self.policy.score(page, self.time)
-                score = float(self.scores[page])
-                self.lingering = self.lingering or score > LEAVES_NS
+                    scores[page] = self.policy.score(page, self.time)
+                score = scores[page]
+                if score > LEAVES_NS:
+                    self.lingering = True
                 self.queue.push(page, score)
         arrived.clear()
 
@@ -170,7 +173,7 @@ class Room:
     def _has_strangers(self) -> bool:
         """Pages are here that no pass in sight uses: they go before what a schedule lets go."""
         first = self.queue.peek()
-        return first >= 0 and self.scores[first] >= UNKNOWN_NS / 8
+        return first >= 0 and self._scores[first] >= _STRANGE_NS
 
     def keep(self, page: int) -> None:
         """A page that was to go stays; its time of next use holds."""

@@ -130,7 +130,7 @@ class Transfers:
         self._demanded: dict[int, int] = {}  # page -> seq of the need that a load serves
         self._coming: deque[tuple[Ticket, int]] = deque()
         self.coming_frames = 0  # that evictions under way will give back
-        self._evicting: dict[int, Ticket] = {}
+        self.evicting: dict[int, Ticket] = {}  # pages that may be rescued, and others
         self._booked: dict[int, _Booking] = {}
         self._generation = [0] * len(table.pages)
         self._ended = -1  # commands that had ended at the last look; -1: look again
@@ -174,7 +174,7 @@ class Transfers:
             need -= taken
         self._booked[page] = booking
         tickets = [t for t, _ in booking if t is not None]
-        own = self._evicting.get(page)
+        own = self.evicting.get(page)
         if own is not None:
             tickets.append(own)
         return tuple(tickets)
@@ -209,7 +209,7 @@ class Transfers:
         table = self.table
         need = table.frames[page]
         after: tuple[Ticket, ...] = ()
-        if self.coming_frames or need > self.free or page in self._evicting:
+        if self.coming_frames or need > self.free or page in self.evicting:
             after = self._book(page, spare)
         else:  # nearly always
             self.free -= need
@@ -255,11 +255,11 @@ class Transfers:
         del self._booked[page]
         table = self.table
         table.set_state(page, _RESIDENT)
-        table.is_evictable[page] = table.pins[page] == 0
+        table.is_evictable[page] = not table.pins[page]
         self.arrived.append(page)
         self.num_resident += 1
         if ticket.kind == _LOAD:
-            num_bytes = table.pages[page].home_bytes
+            num_bytes = ticket.page.home_bytes
             self.total_in += num_bytes
             rate, dur_ns = self.bytes_per_ns, ticket.dur_ns
             if dur_ns > 0:  # (``_smoothed`` written out)
@@ -296,7 +296,7 @@ class Transfers:
         num_bytes = self.table.pages[page].home_bytes if ticket.kind == CommandKind.LOAD else 0
         self.in_flight_bytes -= num_bytes
         self.bytes_in -= num_bytes
-        evicting = page in self._evicting
+        evicting = page in self.evicting
         self.table.set_state(page, PageState.EVICTING if evicting else PageState.HOME)
         self._unbook(page)
         return num_bytes
@@ -337,7 +337,7 @@ class Transfers:
 
         What is being stored goes on being stored.
         """
-        ticket = self._evicting.get(page)
+        ticket = self.evicting.get(page)
         if ticket is None or self.table.state[page] != PageState.EVICTING or page in self._old:
             return False
         frames = self.table.frames[page]
@@ -346,7 +346,7 @@ class Transfers:
             return False
         self._coming.remove(entry)
         self.coming_frames -= frames
-        del self._evicting[page]
+        del self.evicting[page]
         self.table.set_state(page, PageState.RESIDENT)
         self.table.is_evictable[page] = self.table.pins[page] == 0
         self.num_resident += 1
@@ -453,7 +453,7 @@ class Transfers:
         if ticket.done_ns >= 0:  # it was run as it was submitted
             self._ended = -1
         self._old.discard(page)
-        self._evicting[page] = ticket
+        self.evicting[page] = ticket
         self._coming.append((ticket, frames))
         self.coming_frames += frames
 
@@ -503,12 +503,12 @@ class Transfers:
             for page, ticket in _done(self.updating):
                 del self.updating[page]
                 self._updated(page, ticket)
-        if self._evicting or self._coming:
+        if self.evicting or self._coming:
             self._poll_evictions()
 
     def _poll_evictions(self) -> None:
-        for page, _ in _done(self._evicting):
-            del self._evicting[page]
+        for page, _ in _done(self.evicting):
+            del self.evicting[page]
             self._old.discard(page)
             if self.table.state[page] == PageState.EVICTING:
                 self.table.set_state(page, PageState.HOME)
@@ -537,7 +537,7 @@ class Transfers:
     def _recover(self) -> None:
         """Commands failed: wait for the rest, then undo the failed ones in the books."""
         stores = [s.ticket for s in self.storing.values()]
-        moves = [*self.loading.values(), *stores, *self._evicting.values()]
+        moves = [*self.loading.values(), *stores, *self.evicting.values()]
         for ticket in [*moves, *self.updating.values()]:
             with contextlib.suppress(Exception):
                 self.engine.wait(ticket)
@@ -547,7 +547,7 @@ class Transfers:
             num_bytes = self.table.pages[page].home_bytes
             self.out_flight_bytes -= num_bytes
             self.bytes_out -= num_bytes
-        kept = [p for p, t in self._evicting.items() if _failed(t)]
+        kept = [p for p, t in self.evicting.items() if _failed(t)]
         for page in [p for p, t in self.loading.items() if _failed(t)]:
             self._forget_load(page)
         for page in kept:
@@ -555,7 +555,7 @@ class Transfers:
 
     def _stays(self, page: int) -> None:
         """A page could not be stored: it has not left its frames."""
-        ticket = self._evicting.pop(page)
+        ticket = self.evicting.pop(page)
         self._old.discard(page)
         for entry in [e for e in self._coming if e[0] is ticket]:
             self._coming.remove(entry)
@@ -591,7 +591,7 @@ class Transfers:
         table = self.table
         for page, state in enumerate(table.state):
             assert (state == PageState.LOADING) == (page in self.loading), f"{page=} {state=}"
-            assert state != PageState.EVICTING or page in self._evicting, f"{page=} {state=}"
+            assert state != PageState.EVICTING or page in self.evicting, f"{page=} {state=}"
             evictable = state == PageState.RESIDENT and not table.pins[page]
             assert table.is_evictable[page] == evictable, f"{page=} {state=} {table.pins[page]=}"
         assert set(self._booked) == set(self.loading)
@@ -611,7 +611,7 @@ class Transfers:
             self.settle(page)
         for storing in list(self.storing.values()):
             self._wait(storing.ticket)
-        for ticket in [*self._evicting.values(), *self.updating.values()]:
+        for ticket in [*self.evicting.values(), *self.updating.values()]:
             self._wait(ticket)
         self.poll()
 
