@@ -143,14 +143,15 @@ class Lookahead:
         state, frames_of = self.table.state, self.table.frames
         free = transfers.free + transfers.coming_frames
         items = None if self.tuning.max_items is None else self._items()
-        reserve, fresh_before, queue = 0, -1, None
+        order, place = self.library.order, self.library.position
+        makes_fresh = order is not None and place >= 0 and order.fresh[place] > 0
+        reserve, queue = 0, None
         for page, fresh in prefetcher.wanted():
             if state[page] == _EVICTING and transfers.rescue(page):
                 free = transfers.available
                 room.keep(page)
                 continue
-            if fresh != fresh_before:
-                reserve, fresh_before = self._reserve(fresh), fresh
+            reserve = self._reserve(fresh) if makes_fresh else fresh
             fits = frames_of[page] + reserve <= free
             if fits and items is None:
                 free -= frames_of[page]
@@ -193,10 +194,12 @@ class Lookahead:
         return self.tuning.max_items - self.transfers.num_resident - len(self.transfers.loading)
 
     def _reserve(self, ahead: int) -> int:
-        """Frames to leave for what will be made fresh, ``ahead`` of them by later visits."""
+        """Frames to leave for what will be made fresh, ``ahead`` of them by later visits.
+
+        For a visit that makes pages fresh itself.
+        """
         order, place = self.library.order, self.library.position
-        if order is None or place < 0 or not order.fresh[place]:
-            return ahead
+        assert order is not None
         if self.library.live[-1].goes:  # what was made fresh here has left for its update
             return ahead
         here, dies = order.fresh[place], order.entries[place].dies

@@ -188,7 +188,15 @@ class Pager:
         if room.chooser is not None and room.chooser.awake:
             room.chooser.accessed(pages, transfers.num_frames)
         try:
-            self._make_resident(pages)
+            room.poll()
+            state = self.table.state
+            for page, _ in pages:
+                if state[page] != _RESIDENT:
+                    self._make_resident(pages)
+                    break
+            else:
+                if self._ahead is not None:
+                    self._ahead.think()
         except Exception:
             self._unpin([page for page, _ in pages])
             raise
@@ -196,8 +204,7 @@ class Pager:
             if op != _READ:
                 transfers.dirtied(page)
         used_bytes = (transfers.num_frames - transfers.free) * FRAME_BYTES
-        if used_bytes > counters.peak_page_bytes:
-            counters.peak_page_bytes = used_bytes
+        counters.peak_page_bytes = max(counters.peak_page_bytes, used_bytes)
         self._mark = self._now_ns()
 
     def release(self, group: int, kind: Kind, part: int | None = None) -> None:
@@ -429,6 +436,7 @@ class Pager:
         if visit.used is not None:
             visit.use(member)
         pages: list[tuple[int, Op]] = []
+        ids: Sequence[int]
         for kind, op in needs:
             visit.note(kind, op)
             if self.sink is not None and not part:
@@ -468,15 +476,8 @@ class Pager:
     # -- making pages resident -------------------------------------------------------------------
 
     def _make_resident(self, pages: list[tuple[int, Op]]) -> None:
-        self.room.poll()
-        waiting: Sequence[int] = ()
-        state = self.table.state
-        for page, _ in pages:
-            if state[page] != _RESIDENT:
-                waiting = self._demand(pages)
-                break
-        if self._ahead is not None:
-            self._ahead.think()
+        waiting = self._demand(pages)
+        self._think()
         stalled = False
         for page in waiting:
             stalled = self._settle(page) or stalled

@@ -149,7 +149,7 @@ class PageTable:
     evictable: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     absent: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     dirty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    _is_resident: bytearray = field(default_factory=bytearray)
+    is_resident: bytearray = field(default_factory=bytearray)
     resident: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
     def add_group(
@@ -277,8 +277,8 @@ class PageTable:
         self.evictable = np.frombuffer(self.is_evictable, bool)
         self.absent = np.frombuffer(self.is_absent, bool)
         self.dirty = np.frombuffer(self.is_dirty, bool)
-        self._is_resident = bytearray(n)
-        self.resident = np.frombuffer(self._is_resident, bool)
+        self.is_resident = bytearray(n)
+        self.resident = np.frombuffer(self.is_resident, bool)
 
     def set_state(self, page: int, state: PageState) -> None:
         """Note where a page is; the arrays follow."""
@@ -286,7 +286,7 @@ class PageTable:
             self.left.append(page)
         self.state[page] = state
         self.is_absent[page] = state in (_HOME, _EVICTING)
-        self._is_resident[page] = state == _RESIDENT
+        self.is_resident[page] = state == _RESIDENT
 
     def of(self, group: int, kind: int) -> tuple[int, ...]:
         """Page ids of a group's kind, all parts and moments."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -116,7 +116,7 @@ class OrderPrefetcher:
         self.threshold = threshold
         count = len(self.table.pages)
         self.until = np.full(count, UNKNOWN_NS)
-        self._until_of = memoryview(self.until)  # to read one is faster than of an array
+        self._until_of: Any = self.until.data  # to read one is faster than of an array
         shares = self.table.home_shares  # what is coded at home is loaded cheaply: the rest is dear
         self._dear = [share / min(shares) for share in shares]
         self.version = 0
@@ -546,8 +546,11 @@ class OrderPrefetcher:
     def _go_back(self) -> None:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
         left, until, is_evictable = self.table.left, self._until_of, self.table.is_evictable
+        order, position = self._orders[0], self.library.position
         for page in left:
-            serial = self._next_serial(page)
+            places = order.at[page] if order.is_certain else ()
+            first = bisect_right(places, position)
+            serial = places[first] if first < len(places) else self._next_serial(page)
             if serial < self._cursor:
                 self._cursor = serial
             if LEAVES_NS <= until[page] < _FAR_NS and not is_evictable[page]:
@@ -556,12 +559,6 @@ class OrderPrefetcher:
 
     def _next_serial(self, page: int) -> int:
         """The entry ahead that uses a page; where nothing is known of one, the end."""
-        order = self._orders[0]
-        if order.is_certain:
-            places = order.at[page]
-            first = bisect_right(places, self.library.position)
-            if first < len(places):
-                return places[first]
         for cycle, order in enumerate(self._orders):
             places = order.at[page]
             if self.sets.holds[page]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,7 @@ class Room:
             self.scores = prefetcher.until
         elif self.chooser is not None:
             self.scores = self.chooser.scores
-        self._scores = memoryview(self.scores)  # to read one is faster than of an array
+        self._scores: Any = self.scores.data  # to read one is faster than of an array
         self.queue = VictimQueue(self.table, self.scores)
 
     def begin_pass(self, ctx: int) -> None:
@@ -134,7 +135,11 @@ class Room:
 
     def _note_arrivals(self, used: int = -1) -> None:
         """Score what came and can go, but for the page whose use just ended: that counts once."""
-        arrived, is_evictable, scores = self.transfers.arrived, self.table.is_evictable, self._scores
+        arrived, is_evictable, scores = (
+            self.transfers.arrived,
+            self.table.is_evictable,
+            self._scores,
+        )
         for page in arrived:
             if not self.planned:
                 self.policy.arrived(page, self.time)

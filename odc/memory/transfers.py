@@ -218,7 +218,8 @@ class Transfers:
             after = self._behind_update(page, after)
         what = table.pages[page]
         ticket = self.engine.submit(_LOAD, what, after, _NORMAL if seq < 0 else _URGENT)
-        table.set_state(page, _LOADING)
+        table.state[page] = _LOADING  # (``set_state`` of a page that was absent, written out)
+        table.is_absent[page] = 0
         self.loading[page] = ticket
         num_bytes = what.home_bytes
         self.in_flight_bytes += num_bytes
@@ -254,7 +255,8 @@ class Transfers:
         del self.loading[page]
         del self._booked[page]
         table = self.table
-        table.set_state(page, _RESIDENT)
+        table.state[page] = _RESIDENT  # (``set_state`` of a page that was loading, written out)
+        table.is_resident[page] = 1
         table.is_evictable[page] = not table.pins[page]
         self.arrived.append(page)
         self.num_resident += 1
@@ -484,17 +486,18 @@ class Transfers:
         if ended == self._ended:
             return
         try:
-            self._poll()
+            # What the engine has counted is done: tickets are read without asking it for each.
+            if self.loading:
+                for page, ticket in _done(self.loading):
+                    self._arrived(page, ticket)
+            if self.storing or self.updating or self.evicting or self._coming:
+                self._poll_way_out()
         except Exception:
             self._recover()
             raise
         self._ended = ended
 
-    def _poll(self) -> None:
-        # What the engine has counted is done: tickets are read without asking it for each.
-        if self.loading:
-            for page, ticket in _done(self.loading):
-                self._arrived(page, ticket)
+    def _poll_way_out(self) -> None:
         if self.storing:
             for page, storing in _done_stores(self.storing):
                 del self.storing[page]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -143,7 +143,7 @@ class VictimQueue:
 
     def __init__(self, table: PageTable, scores: np.ndarray) -> None:
         self._table = table
-        self._scores = memoryview(scores)  # to read one is faster than of an array
+        self._scores: Any = scores.data  # to read one is faster than of an array
         self._all_scores = scores
         self._front: list[tuple[float, int]] = []  # ascending
         self._least = _INF  # what is scored below waits

@@ -132,8 +132,9 @@ class Board:
         if after:
             self._wait_for(ticket, after)
         self._open[number] = ticket
-        if not ticket.waits:
-            ticket.line.push(ticket)
+        if not ticket.waits:  # (``push`` of what has not started, written out)
+            ticket.key = key = ((2 * priority + 1) << _NUMBERS) | number
+            heappush(ticket.line._heap, (key, ticket))
         return ticket
 
     @staticmethod
