@@ -67,6 +67,7 @@ class Lookahead:
         self._stuck: tuple[int, int, int, bool, bool] | None = None
         self._rest, self._rest_version = 0, -1
         self._mark = (transfers.engine.now_ns(), 0)  # when the last pass began, bytes until then
+        self._has_sets = bool(library.stations.sets)
         self._margin = _SET_MARGIN if library.stations.sets else 1.0
         self._largest = max((p.home_bytes for p in self.table.pages), default=0)
         self._flight_bytes = max(tuning.flight_bytes, 2 * self._largest)
@@ -97,17 +98,14 @@ class Lookahead:
         if self._rest > 0 and self._rest_version == self.prefetcher.version:
             self._rest -= 1
             return
-        moved = self.transfers.bytes_in + self.transfers.bytes_out
+        moved = self.transfers.bytes_in + self.transfers.bytes_out if self._has_sets else 0
         stores = self.tuning.early_stores - len(self.transfers.storing)
         scarce = self._load_ahead()
         if scarce and stores > 0 and self.tuning.early_write_back:
             scheduled = self.room.planned and self.prefetcher.scheduled
             if self.room.lingering or not scheduled:  # else what leaves has left
                 self._clean(stores, scheduled)
-        if (
-            self.library.stations.sets
-            and moved == self.transfers.bytes_in + self.transfers.bytes_out
-        ):
+        if self._has_sets and moved == self.transfers.bytes_in + self.transfers.bytes_out:
             self._rest, self._rest_version = _REST, self.prefetcher.version
 
     def _situation(self) -> tuple[int, int, int, bool, bool]:
@@ -169,8 +167,9 @@ class Lookahead:
             if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
                 return True
             if scheduled and free <= 0 and not room.lingering and not transfers.evicting:
-                self._stuck = self._situation()
-                return True  # whatever else is wanted finds no room
+                # Whatever else is wanted finds no room (``_situation`` written out).
+                self._stuck = (place, free, len(transfers.loading), self.created, False)
+                return True
         return False
 
     def _exchange(self, page: int, queue: Victims, space: Space, scheduled: bool) -> bool:

@@ -430,15 +430,18 @@ class Pager:
     ) -> list[tuple[int, Op]]:
         table, pins = self.table, self.table.pins
         member = self.stations.member_of[group]
-        if self._remaining and member in self._remaining:
-            self._remaining.remove(member)
         self._visit_of[group] = (visit, len(self.library.live))
         if visit.used is not None:
             visit.use(member)
+            if member in self._remaining:
+                self._remaining.remove(member)
         pages: list[tuple[int, Op]] = []
         ids: Sequence[int]
         for kind, op in needs:
-            visit.note(kind, op)
+            if op == _READ and not visit.dur_ns:  # (``note`` written out)
+                visit.kinds |= 1 << kind
+            else:
+                visit.note(kind, op)
             if self.sink is not None and not part:
                 self._write_need(group, kind, op, compute_ns, Phase(visit.phase))
                 compute_ns = 0

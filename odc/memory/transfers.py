@@ -487,8 +487,10 @@ class Transfers:
             return
         try:
             # What the engine has counted is done: tickets are read without asking it for each.
-            if self.loading:
-                for page, ticket in _done(self.loading):
+            for page, ticket in list(self.loading.items()):
+                if ticket.done_ns >= 0:
+                    if ticket.error is not None:
+                        raise ticket.error
                     self._arrived(page, ticket)
             if self.storing or self.updating or self.evicting or self._coming:
                 self._poll_way_out()
