@@ -431,17 +431,15 @@ class Pager:
         table, pins = self.table, self.table.pins
         member = self.stations.member_of[group]
         self._visit_of[group] = (visit, len(self.library.live))
-        if visit.used is not None:
-            visit.use(member)
-            if member in self._remaining:
-                self._remaining.remove(member)
+        if self._remaining and member in self._remaining:
+            self._remaining.remove(member)
         pages: list[tuple[int, Op]] = []
         ids: Sequence[int]
         for kind, op in needs:
-            if op == _READ and not visit.dur_ns:  # (``note`` written out)
-                visit.kinds |= 1 << kind
+            if op == _READ and not visit.dur_ns and visit.used is None:
+                visit.kinds |= 1 << kind  # (``note`` written out)
             else:
-                visit.note(kind, op)
+                visit.note(kind, op, member)
             if self.sink is not None and not part:
                 self._write_need(group, kind, op, compute_ns, Phase(visit.phase))
                 compute_ns = 0
@@ -450,15 +448,20 @@ class Pager:
             else:
                 ids = table.by_part.get((group, kind, part)) or table.of_part(group, kind, part)
             if op == _CREATE:
-                if table.is_compact[group]:
-                    op = Op.WRITE
-                elif self._ahead is not None:
-                    self._ahead.created = True
+                op = self._creating(group)
             for page in ids:
                 pins[page] += 1
                 table.is_evictable[page] = 0
                 pages.append((page, op))
         return pages
+
+    def _creating(self, group: int) -> Op:
+        """What it takes to make a kind fresh: a compact group's page holds the others as well."""
+        if self.table.is_compact[group]:
+            return Op.WRITE
+        if self._ahead is not None:
+            self._ahead.created = True
+        return Op.CREATE
 
     def _write_need(self, group: int, kind: Kind, op: Op, compute_ns: int, phase: Phase) -> None:
         assert self.sink is not None

@@ -69,8 +69,8 @@ class Visit:
     def key(self) -> int:
         return visit_key(self.station, self.phase)
 
-    def note(self, kind: int, op: int) -> None:
-        """A kind was needed."""
+    def note(self, kind: int, op: int, member: int) -> None:
+        """A kind of a group was needed; ``member``: the group's place in its set."""
         bit = 1 << kind
         if self.dur_ns and not (self.kinds | self.creates) & bit:
             self.at_ns = [*self.at_ns[:kind], self.dur_ns, *self.at_ns[kind + 1 :]]
@@ -82,14 +82,15 @@ class Visit:
         else:
             self.kinds |= bit
             self.writes |= bit
+        if self.used is not None:
+            self._use(member)
 
     def go_home(self, kinds: int, member: int) -> None:
         """Kinds have left for an update at home."""
         self.goes |= kinds
-        self.use(member)
+        self._use(member)
 
-    def use(self, member: int) -> None:
-        """A member of a set was needed."""
+    def _use(self, member: int) -> None:
         if self.used is not None and not self.used[member]:
             self.used[member] = True
             self.order.append(member)
