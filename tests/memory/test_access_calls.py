@@ -56,7 +56,7 @@ def calls(name: str, layers: int, warm_up: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "access", "release"), [("W1", 34, 32), ("W2", 30, 8), ("W3", 34, 32)]
+    ("name", "access", "release"), [("W1", 28, 32), ("W2", 28, 10), ("W3", 30, 32)]
 )
 def test_an_access_of_a_known_order_takes_few_calls(name: str, access: int, release: int) -> None:
     """The virtual clock's own events are among them: ten or so where a page leaves."""
