@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.issue import Space, choose_load, choose_write_backs
+from odc.memory.issue import Space, Victims, choose_load, choose_write_backs
 from odc.memory.orders import OrderLibrary
+from odc.memory.pages import PageState
 from odc.memory.plan import LEAVES_NS, Prefetcher
 from odc.memory.room import Room
 from odc.memory.transfers import Transfers
 
+_EVICTING = PageState.EVICTING  # looking up a member's name is slow
 _REST = 3  # accesses of members to let pass after one for which there was nothing to move
 _SET_MARGIN = 1.05  # guesses that are equal would swap for ever
 
@@ -65,6 +67,7 @@ class Lookahead:
         self._stuck: tuple[int, int, int, bool, bool] | None = None
         self._rest, self._rest_version = 0, -1
         self._mark = (transfers.engine.now_ns(), 0)  # when the last pass began, bytes until then
+        self._has_sets = bool(library.stations.sets)
         self._margin = _SET_MARGIN if library.stations.sets else 1.0
         self._largest = max((p.home_bytes for p in self.table.pages), default=0)
         self._flight_bytes = max(tuning.flight_bytes, 2 * self._largest)
@@ -89,77 +92,99 @@ class Lookahead:
 
     def think(self) -> None:
         """Load ahead and write back early, as far as the plan and the lines allow."""
-        if self._stuck is not None and self._stuck == self._situation():
+        stuck = self._stuck
+        if stuck is not None and stuck[0] == self.library.position and stuck == self._situation():
             return
         if self._rest > 0 and self._rest_version == self.prefetcher.version:
             self._rest -= 1
             return
-        moved = self.transfers.bytes_in + self.transfers.bytes_out
+        moved = self.transfers.bytes_in + self.transfers.bytes_out if self._has_sets else 0
         stores = self.tuning.early_stores - len(self.transfers.storing)
         scarce = self._load_ahead()
-        if stores > 0 and scarce and self.tuning.early_write_back:
-            self._clean(stores)
-        if (
-            self.library.stations.sets
-            and moved == self.transfers.bytes_in + self.transfers.bytes_out
-        ):
+        if scarce and stores > 0 and self.tuning.early_write_back:
+            scheduled = self.room.planned and self.prefetcher.scheduled
+            if self.room.lingering or not scheduled:  # else what leaves has left
+                self._clean(stores, scheduled)
+        if self._has_sets and moved == self.transfers.bytes_in + self.transfers.bytes_out:
             self._rest, self._rest_version = _REST, self.prefetcher.version
 
     def _situation(self) -> tuple[int, int, int, bool, bool]:
         """What a schedule's loads ahead depend on: where none was possible, until it changes."""
         transfers = self.transfers
         return (
-            transfers.available,
-            len(transfers.loading),
             self.library.position,
+            transfers.free + transfers.coming_frames,
+            len(transfers.loading),
             self.created,
             self.room.lingering,
         )
 
     def _line_is_fed(self) -> bool:
-        """Whether the line in is busy until the next hook; under a schedule, somewhat longer.
+        """Whether the line in is busy until the next hook.
 
-        A schedule's loads take frames only from pages that leave.
+        Under a schedule it is fed somewhat longer: its loads take frames only from pages that
+        leave.
         """
         transfers = self.transfers
         order, place = self.library.order, self.library.position
-        if self.room.scheduled:
-            return transfers.in_flight_bytes >= 2 * self._flight_bytes
         if not transfers.bytes_per_ns or order is None or place < 0:
             return transfers.in_flight_bytes >= self._flight_bytes
         return transfers.in_busy_ns >= order.entries[place].dur_ns
 
     def _load_ahead(self) -> bool:
         """Loads what the plan wants; returns whether it wants more than there is room for."""
-        if self._line_is_fed():
+        transfers, room, prefetcher = self.transfers, self.room, self.prefetcher
+        scheduled = room.planned and prefetcher.scheduled
+        enough = 2 * self._flight_bytes if scheduled else 0
+        if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
             return True
-        transfers, room, scheduled = self.transfers, self.room, self.room.scheduled
-        until, now = self.prefetcher.until, self.library.now_ns
-        space = Space(transfers.available, self._items())
-        queue = room.victims(now)
-        later_than = LEAVES_NS
-        for page, fresh in self.prefetcher.wanted():
-            if transfers.rescue(page):
-                space.frames = transfers.available
+        state, frames_of = self.table.state, self.table.frames
+        free = transfers.free + transfers.coming_frames
+        items = None if self.tuning.max_items is None else self._items()
+        order, place = self.library.order, self.library.position
+        makes_fresh = order is not None and place >= 0 and order.fresh[place] > 0
+        reserve, queue = 0, None
+        for page, fresh in prefetcher.wanted():
+            if state[page] == _EVICTING and transfers.rescue(page):
+                free = transfers.available
                 room.keep(page)
                 continue
-            space.reserve = self._reserve(fresh)
-            if scheduled and not room.lingering:  # nobody is left to make room
-                if self.table.frames[page] + space.reserve > space.frames:
-                    self._stuck = self._situation()
-                    return True
-            elif not scheduled:
-                later_than = now + self._margin * (float(until[page]) - now)
-            victims = choose_load(self.table, page, queue, until, later_than, space, scheduled)
-            if victims is None:
-                room.lingering = False
-                self._stuck = self._situation() if scheduled else None
+            reserve = self._reserve(fresh) if makes_fresh else fresh
+            fits = frames_of[page] + reserve <= free
+            if fits and items is None:
+                free -= frames_of[page]
+            elif not fits and scheduled and not room.lingering:  # nobody is left to make room
+                self._stuck = self._situation()
                 return True
-            room.evict(victims)
-            transfers.load(page, -1, space.reserve)
-            if self._line_is_fed():
+            else:
+                if queue is None:
+                    queue = room.victims(self.library.now_ns)
+                space = Space(free, items, reserve)
+                if not self._exchange(page, queue, space, scheduled):
+                    return True
+                free, items = space.frames, space.items
+            transfers.load(page, -1, reserve)
+            if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
+                return True
+            if scheduled and free <= 0 and not room.lingering and not transfers.evicting:
+                # Whatever else is wanted finds no room (``_situation`` written out).
+                self._stuck = (place, free, len(transfers.loading), self.created, False)
                 return True
         return False
+
+    def _exchange(self, page: int, queue: Victims, space: Space, scheduled: bool) -> bool:
+        """Evict what a load ahead takes the place of; False if it must not be made now."""
+        until, later_than = self.prefetcher.until, LEAVES_NS
+        if not scheduled:
+            now = self.library.now_ns
+            later_than = now + self._margin * (float(until[page]) - now)
+        victims = choose_load(self.table, page, queue, until, later_than, space, scheduled)
+        if victims is None:
+            self.room.lingering = False
+            self._stuck = self._situation() if scheduled else None
+            return False
+        self.room.evict(victims)
+        return True
 
     def _items(self) -> int | None:
         """Resident pages that may still be added."""
@@ -168,25 +193,25 @@ class Lookahead:
         return self.tuning.max_items - self.transfers.num_resident - len(self.transfers.loading)
 
     def _reserve(self, ahead: int) -> int:
-        """Frames to leave for what will be made fresh, ``ahead`` of them by later visits."""
+        """Frames to leave for what will be made fresh, ``ahead`` of them by later visits.
+
+        For a visit that makes pages fresh itself.
+        """
         order, place = self.library.order, self.library.position
-        if order is None or place < 0:
-            return ahead
+        assert order is not None
         if self.library.live[-1].goes:  # what was made fresh here has left for its update
             return ahead
-        here, dies = order.frames_to_create(place), order.entries[place].dies
+        here, dies = order.fresh[place], order.entries[place].dies
         if not self.created:
             return max(here, ahead) if dies else here + ahead
         return max(ahead - here, 0) if dies else ahead
 
-    def _clean(self, stores: int) -> None:
+    def _clean(self, stores: int, scheduled: bool) -> None:
         """Write back early what will have to go for the loads ahead."""
         transfers = self.transfers
         victims: Iterable[int] = self.room.victims(self.library.now_ns).first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
-        if self.room.scheduled:
-            if not self.room.lingering:
-                return
+        if scheduled:
             until = self.prefetcher.until
             victims = takewhile(lambda page: until[page] > LEAVES_NS, victims)
             frames = transfers.num_frames

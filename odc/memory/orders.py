@@ -41,6 +41,7 @@ _OUTLIER, _OUTLIER_NS = 3.0, 1e6  # a visit that takes longer than so many times
 _MOVED = 0.1  # durations that change by more than this share are compiled anew
 _SUFFIX = 4  # visits that are compared to find a place again
 _PASSES_AHEAD = 8  # passes of a chain
+_NONE = range(0)
 _CONTEXTS_BACK = 6  # contexts that tell which one comes next
 
 
@@ -108,6 +109,7 @@ class RecordedOrder:
         compiled: how often the rest was worked out.
         is_certain: every pass needs the same pages, and no sets are among them.
         writes: passes change pages.
+        keys: of the entries (``visit_key``).
         start_ns: compute from the beginning of the pass to each entry.
         total_ns: compute of a pass.
         longest_ns: the most compute between two visits.
@@ -117,6 +119,7 @@ class RecordedOrder:
         goes_at: for each page, the entries of single groups in which it leaves for an update.
         mirror: for each backward entry, the forward entry it mirrors; -1 for none.
         of_station: entries of each set's station, ascending.
+        fresh: frames that each entry makes fresh; of a set, one member at a time.
         lasting_fresh, dying_fresh: before each entry, the frames that entries make fresh and that
             outlive their visit, and the number of those whose do not.
         most_dying: the most frames of the latter.
@@ -131,7 +134,7 @@ class RecordedOrder:
         self.writes = False
         self.longest_ns = 0.0
         self._chances: list[float] = []
-        self._fresh: list[int] = []
+        self.fresh: list[int] = []
         self.lasting_fresh: list[int] = [0]
         self.dying_fresh: list[int] = [0]
         self.most_dying = 0
@@ -144,7 +147,7 @@ class RecordedOrder:
         self.mirror: list[int] = []
         self.of_station: dict[int, list[int]] = {}
         self._places: dict[int, list[int]] = {}
-        self._keys: list[int] = []
+        self.keys: list[int] = []
         self._place_of: dict[Entry, int] = {}
 
     def record(self, live: list[Visit]) -> bool:
@@ -237,7 +240,7 @@ class RecordedOrder:
     def _compile(self) -> None:
         entries, stations = self.entries, self.stations
         self.compiled += 1
-        self._keys = [e.key for e in entries]
+        self.keys = [e.key for e in entries]
         self._place_of = {entry: place for place, entry in enumerate(entries)}
         for entry in entries:
             gone = [other for other in entry.followers if other not in self._place_of]
@@ -255,7 +258,7 @@ class RecordedOrder:
         for place, entry in enumerate(entries):
             self.start_ns.append(self.total_ns)
             self.total_ns += entry.dur_ns
-            self._places.setdefault(self._keys[place], []).append(place)
+            self._places.setdefault(self.keys[place], []).append(place)
             mirrors = forward.get(entry.station, -1) if entry.phase in _MIRRORED else -1
             self.mirror.append(mirrors)
             if entry.phase in _FORWARD:
@@ -279,8 +282,8 @@ class RecordedOrder:
     def _sum_fresh(self) -> None:
         """Running sums of the frames that entries make fresh."""
         self.lasting_fresh, self.dying_fresh, self.most_dying = [0], [0], 0
-        self._fresh = [self._frames_of(entry) for entry in self.entries]
-        for frames, entry in zip(self._fresh, self.entries, strict=True):
+        self.fresh = [self._frames_of(entry) for entry in self.entries]
+        for frames, entry in zip(self.fresh, self.entries, strict=True):
             dies = bool(frames and entry.dies)
             self.lasting_fresh.append(self.lasting_fresh[-1] + (0 if dies else frames))
             self.dying_fresh.append(self.dying_fresh[-1] + dies)
@@ -294,10 +297,10 @@ class RecordedOrder:
 
     def frames_to_create(self, place: int) -> int:
         """Frames of what an entry makes fresh; of a set, of one member at a time."""
-        return self._fresh[place] if 0 <= place < len(self._fresh) else 0
+        return self.fresh[place] if 0 <= place < len(self.fresh) else 0
 
     def is_at(self, place: int, key: int) -> bool:
-        return 0 <= place < len(self._keys) and self._keys[place] == key
+        return 0 <= place < len(self.keys) and self.keys[place] == key
 
     def find(self, key: int, after: int, last_keys: list[int]) -> int:
         """The place of a visit that was not expected, -1 if the order does not know it.
@@ -349,7 +352,7 @@ class OrderLibrary:
         self.ctx = -1
         self.order: RecordedOrder | None = None
         self.position = -1
-        self.skipped: range = range(0)
+        self.skipped: range = _NONE
         self.live: list[Visit] = []
         self.base_ns = 0.0
         self.chain: tuple[int, ...] = ()
@@ -380,7 +383,7 @@ class OrderLibrary:
         self.order = self.orders.get(ctx)
         self.live = []
         self.position = -1
-        self.skipped = range(0)
+        self.skipped = _NONE
         self.passes += 1
         self.past = [*self.past[-_CONTEXTS_BACK + 1 :], ctx]
         self.as_expected = expected == ctx and not changed
@@ -427,21 +430,20 @@ class OrderLibrary:
 
     def visit(self, station: int, phase: int) -> Visit:
         """Begin a visit; finds its place in the recorded order."""
-        set_index = self.stations.stations[station].set_index
-        used = None
+        set_index = self.stations.set_of[station]
+        made = Visit(station, phase)
         if set_index >= 0:
-            used = np.zeros(len(self.stations.sets[set_index]), bool)
-        made = Visit(station, phase, used=used)
+            made.used = np.zeros(len(self.stations.sets[set_index]), bool)
         if phase in _FORWARD:
             self.has_run[station] = 1
         order, expected = self.order, self.position + 1
-        self.skipped = range(0)
+        self.skipped = _NONE
         if order is not None:
-            key = visit_key(station, phase)
-            if order.is_at(expected, key):
+            keys = order.keys  # (``visit_key`` written out)
+            if expected < len(keys) and keys[expected] == station * 8 + phase:
                 self.position = made.place = expected
             else:
-                made.place = self._find_again(order, key)
+                made.place = self._find_again(order, visit_key(station, phase))
         self.live.append(made)
         return made
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from odc.memory.ahead import Lookahead, Tuning
 from odc.memory.events import Account, Act, Kind, Op, Phase, Sink, Tier
+from odc.memory.frames import FRAME_BYTES
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState, PageTable
 from odc.memory.plan import OrderPrefetcher, Prefetcher
@@ -25,6 +26,8 @@ from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, Lru
 
 Need = tuple[Kind, Op]
+_RESIDENT = PageState.RESIDENT  # looking up a member's name is slow
+_READ, _CREATE = Op.READ, Op.CREATE
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class Pager:
         self._visit: Visit | None = None
         self._remaining: list[int] = []
         self._engine = transfers.engine
+        self._now_ns = transfers.engine.now_ns
         self.room = Room(table, transfers, self.eviction, prefetcher)
         self._ahead: Lookahead | None = None
         self._rehearsal: Rehearsal | None = None
@@ -125,7 +129,10 @@ class Pager:
         """
         station = self.stations.of_group[self.stations.sets[set_index][members[0]]]
         self._account()
-        visit = self._start_visit(station, phase)
+        self._visit = visit = self.library.visit(station, phase)
+        self._seq += 1
+        if self._ahead is not None:
+            self._ahead.created = False
         assert visit.used is not None
         groups = self.stations.sets[set_index]
         order = list(members)
@@ -166,31 +173,49 @@ class Pager:
             BudgetError: pinned pages leave too little room.
             PageIOError: the home could not be read or written.
         """
-        compute_ns = self._account()
-        self.counters.accesses += 1
-        self.room.time += 1
-        visit = self._enter(group, phase)
+        # What is a line or two long is written out on this path: a call costs as much as they do.
+        room, transfers, counters = self.room, self.transfers, self.counters
+        compute_ns = self._now_ns() - self._mark
+        counters.compute_ns += compute_ns
+        counters.accesses += 1
+        room.time += 1
+        station, visit = self.stations.of_group[group], self._visit
+        if visit is not None:
+            visit.dur_ns += compute_ns
+        if visit is None or visit.station != station or visit.phase != phase:
+            visit = self._enter(station, phase)
         pages = self._pin(group, needs, part, visit, compute_ns)
-        if self.room.chooser is not None and self.room.chooser.awake:
-            self.room.chooser.accessed(pages, self.transfers.num_frames)
+        if room.chooser is not None and room.chooser.awake:
+            room.chooser.accessed(pages, transfers.num_frames)
         try:
-            self._make_resident(pages)
+            room.poll()
+            state = self.table.state
+            for page, _ in pages:
+                if state[page] != _RESIDENT:
+                    self._make_resident(pages)
+                    break
+            else:
+                if self._ahead is not None:
+                    self._ahead.think()
         except Exception:
             self._unpin([page for page, _ in pages])
             raise
         for page, op in pages:
-            if op != Op.READ:
-                self.transfers.dirtied(page)
-        self.counters.peak_page_bytes = max(
-            self.counters.peak_page_bytes, self.transfers.used_bytes
-        )
-        self._mark = self._engine.now_ns()
+            if op != _READ:
+                transfers.dirtied(page)
+        used_bytes = (transfers.num_frames - transfers.free) * FRAME_BYTES
+        counters.peak_page_bytes = max(counters.peak_page_bytes, used_bytes)
+        self._mark = self._now_ns()
 
     def release(self, group: int, kind: Kind, part: int | None = None) -> None:
         """Unpin pages; they may be evicted from now on."""
         table = self.table
         self._note_release(group)
-        self._unpin(table.of(group, kind) if part is None else table.of_part(group, kind, part))
+        if part is None:
+            self._unpin(table.by_kind[group, kind])
+        else:
+            ids = table.by_part.get((group, kind, part)) or table.of_part(group, kind, part)
+            self._unpin(ids)
 
     def _note_release(self, group: int) -> None:
         last = self._visit_of[group]
@@ -198,20 +223,20 @@ class Pager:
             visit, number = last
             visit.span = len(self.library.live) - number
             if visit is self._visit:
-                visit.held_ns = visit.dur_ns + self._engine.now_ns() - self._mark
+                visit.held_ns = visit.dur_ns + self._now_ns() - self._mark
 
     def _unpin(self, ids: Sequence[int]) -> None:
-        table = self.table
+        table, pins = self.table, self.table.pins
         for page in ids:
-            table.pins[page] -= 1
-            assert table.pins[page] >= 0, f"page {page} released more often than accessed"
-            if table.pins[page] == 0 and table.state[page] == PageState.RESIDENT:
+            pins[page] = left = pins[page] - 1
+            assert left >= 0, f"page {page} released more often than accessed"
+            if not left and table.state[page] == _RESIDENT:
                 table.is_evictable[page] = 1
                 self.room.rank(page)
 
     def drop(self, group: int, kind: Kind) -> None:
         """Unpin pages whose content is dead; a compact group's shared page lives on."""
-        if self.table.groups[group].compact:
+        if self.table.is_compact[group]:
             self.release(group, kind)
             return
         if self.sink is not None:
@@ -243,7 +268,7 @@ class Pager:
 
     def forget(self, group: int, kind: Kind) -> None:
         """Content of unpinned pages is dead (a gradient that was zeroed)."""
-        if self.table.groups[group].compact:
+        if self.table.is_compact[group]:
             return
         for page in self.table.of(group, kind):
             self.table.pins[page] += 1
@@ -272,7 +297,9 @@ class Pager:
                 "use on the device; leave model.resident(...) before opt.step()"
             )
         compute_ns = self._account()
-        visit = self._enter(group, phase)
+        station, visit = self.stations.of_group[group], self._visit
+        if visit is None or visit.station != station or visit.phase != phase:
+            visit = self._enter(station, phase)
         visit.go_home(1 << Kind.PARAMETER | 1 << Kind.GRADIENT, self.stations.member_of[group])
         if self.sink is not None:
             self._write_need(group, Kind.GRADIENT, Op.UPDATE, compute_ns, Phase(visit.phase))
@@ -362,33 +389,27 @@ class Pager:
     # -- visits ----------------------------------------------------------------------------------
 
     def _account(self) -> int:
-        compute_ns = self._engine.now_ns() - self._mark
+        compute_ns = self._now_ns() - self._mark
         self.counters.compute_ns += compute_ns
         if self._visit is not None:
             self._visit.dur_ns += compute_ns
         return compute_ns
 
-    def _start_visit(self, station: int, phase: Phase) -> Visit:
-        self._visit = self.library.visit(station, phase)
+    def _enter(self, station: int, phase: Phase) -> Visit:
+        """A visit begins, without ``open_set``."""
+        self._visit = visit = self.library.visit(station, phase)
         self._seq += 1
         if self._ahead is not None:
             self._ahead.created = False
-        return self._visit
-
-    def _enter(self, group: int, phase: Phase) -> Visit:
-        station = self.stations.of_group[group]
-        visit = self._visit
-        if visit is None or visit.station != station or visit.phase != phase:
-            visit = self._start_visit(station, phase)
-            self._remaining = self._taped(station, phase)
-            if self.prefetcher is not None:
-                self.prefetcher.advance(visit, self.tokens, self._remaining)
+        in_set = self.stations.set_of[station] >= 0
+        self._remaining = self._taped(station, phase) if in_set else []
+        if self.prefetcher is not None:
+            self.prefetcher.advance(visit, self.tokens, self._remaining)
         return visit
 
     def _taped(self, station: int, phase: Phase) -> list[int]:
         """Members of a set that a visit without ``open_set`` will use, in order."""
-        set_index = self.stations.stations[station].set_index
-        return self.library.taped(set_index, phase) if set_index >= 0 else []
+        return self.library.taped(self.stations.set_of[station], phase)
 
     def _distance(self, group: int) -> int:
         """0 if a group's parameters are resident, 1 on their way, 2 at home."""
@@ -407,28 +428,40 @@ class Pager:
         visit: Visit,
         compute_ns: int,
     ) -> list[tuple[int, Op]]:
-        table = self.table
+        table, pins = self.table, self.table.pins
         member = self.stations.member_of[group]
+        self._visit_of[group] = (visit, len(self.library.live))
         if self._remaining and member in self._remaining:
             self._remaining.remove(member)
-        self._visit_of[group] = (visit, len(self.library.live))
         pages: list[tuple[int, Op]] = []
+        ids: Sequence[int]
         for kind, op in needs:
-            visit.note(kind, op, member)
+            if op == _READ and not visit.dur_ns and visit.used is None:
+                visit.kinds |= 1 << kind  # (``note`` written out)
+            else:
+                visit.note(kind, op, member)
             if self.sink is not None and not part:
                 self._write_need(group, kind, op, compute_ns, Phase(visit.phase))
                 compute_ns = 0
-            ids = table.of(group, kind) if part is None else table.of_part(group, kind, part)
-            if op == Op.CREATE:
-                if table.groups[group].compact:
-                    op = Op.WRITE
-                elif self._ahead is not None:
-                    self._ahead.created = True
+            if part is None:
+                ids = table.by_kind[group, kind]
+            else:
+                ids = table.by_part.get((group, kind, part)) or table.of_part(group, kind, part)
+            if op == _CREATE:
+                op = self._creating(group)
             for page in ids:
-                table.pins[page] += 1
+                pins[page] += 1
                 table.is_evictable[page] = 0
                 pages.append((page, op))
         return pages
+
+    def _creating(self, group: int) -> Op:
+        """What it takes to make a kind fresh: a compact group's page holds the others as well."""
+        if self.table.is_compact[group]:
+            return Op.WRITE
+        if self._ahead is not None:
+            self._ahead.created = True
+        return Op.CREATE
 
     def _write_need(self, group: int, kind: Kind, op: Op, compute_ns: int, phase: Phase) -> None:
         assert self.sink is not None
@@ -449,7 +482,6 @@ class Pager:
     # -- making pages resident -------------------------------------------------------------------
 
     def _make_resident(self, pages: list[tuple[int, Op]]) -> None:
-        self.room.poll()
         waiting = self._demand(pages)
         self._think()
         stalled = False

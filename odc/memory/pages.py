@@ -41,6 +41,9 @@ class PageState(IntEnum):
     EVICTING = 3  # the way out is submitted; frames are booked by whoever waits for them
 
 
+_HOME, _LOADING, _RESIDENT, _EVICTING = PageState  # looking up a member's name is slow
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """One page.
@@ -127,9 +130,10 @@ class PageTable:
     pages: list[Page] = field(default_factory=list)
     home_bytes: int = 0  # of parameters and moments
     gradient_bytes: int = 0  # of gradients, behind them in the home
-    # per (group, kind): tuples of page ids; one tuple a part for moments
-    _by_kind: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    _by_part: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    # page ids by (group, kind): all parts, and all moments
+    by_kind: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    by_part: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    is_compact: list[bool] = field(default_factory=list)  # by group
     state: list[PageState] = field(default_factory=list)
     pins: list[int] = field(default_factory=list)
     frames: list[int] = field(default_factory=list)
@@ -145,7 +149,7 @@ class PageTable:
     evictable: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     absent: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     dirty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    _is_resident: bytearray = field(default_factory=bytearray)
+    is_resident: bytearray = field(default_factory=bytearray)
     resident: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
     def add_group(
@@ -167,12 +171,12 @@ class PageTable:
         if spec.compact:
             ids = self._add_range(group, Kind.PARAMETER, 0, spec.state_bytes, addresses, stored)
             for kind in Kind:
-                self._by_kind[group, kind] = ids
+                self.by_kind[group, kind] = ids
             return group
-        self._by_kind[group, Kind.PARAMETER] = self._add_range(
+        self.by_kind[group, Kind.PARAMETER] = self._add_range(
             group, Kind.PARAMETER, 0, spec.num_bytes, addresses, stored
         )
-        self._by_kind[group, Kind.GRADIENT] = (
+        self.by_kind[group, Kind.GRADIENT] = (
             self._add_range(group, Kind.GRADIENT, 0, spec.num_bytes, addresses)
             if spec.has_gradient
             else ()
@@ -181,7 +185,7 @@ class PageTable:
         for slot in range(spec.num_moments):
             size = spec.num_bytes * spec.moment_scale
             moments += self._add_range(group, Kind.MOMENT, slot, size, addresses)
-        self._by_kind[group, Kind.MOMENT] = moments
+        self.by_kind[group, Kind.MOMENT] = moments
         return group
 
     def _add_range(
@@ -250,7 +254,7 @@ class PageTable:
             table.groups.append(_traced_spec(columns, rows))
             for kind in Kind:
                 own = tuple(table.pages[r].page for r in rows if table.pages[r].kind == kind)
-                table._by_kind[group, kind] = own or table._by_kind.get((group, 0), ())
+                table.by_kind[group, kind] = own or table.by_kind.get((group, 0), ())
         table.seal()
         return table
 
@@ -263,6 +267,7 @@ class PageTable:
         ]
         self.state = [PageState.HOME] * n
         self.pins = [0] * n
+        self.is_compact = [spec.compact for spec in self.groups]
         self.frames = [p.num_frames for p in self.pages]
         self.load_weight = [1.0] * n
         self.home_shares = [p.home_share for p in self.pages]
@@ -272,32 +277,31 @@ class PageTable:
         self.evictable = np.frombuffer(self.is_evictable, bool)
         self.absent = np.frombuffer(self.is_absent, bool)
         self.dirty = np.frombuffer(self.is_dirty, bool)
-        self._is_resident = bytearray(n)
-        self.resident = np.frombuffer(self._is_resident, bool)
+        self.is_resident = bytearray(n)
+        self.resident = np.frombuffer(self.is_resident, bool)
 
     def set_state(self, page: int, state: PageState) -> None:
         """Note where a page is; the arrays follow."""
-        before, self.state[page] = self.state[page], state
-        leaves = state == PageState.EVICTING
-        self.is_absent[page] = leaves or state == PageState.HOME
-        self._is_resident[page] = state == PageState.RESIDENT
-        if leaves or (before == PageState.LOADING and state == PageState.HOME):
+        if state == _EVICTING or (state == _HOME and self.state[page] == _LOADING):
             self.left.append(page)
+        self.state[page] = state
+        self.is_absent[page] = state in (_HOME, _EVICTING)
+        self.is_resident[page] = state == _RESIDENT
 
     def of(self, group: int, kind: int) -> tuple[int, ...]:
         """Page ids of a group's kind, all parts and moments."""
-        return self._by_kind[group, kind]
+        return self.by_kind[group, kind]
 
     def parts(self, group: int) -> int:
         """Number of parts in which a group's optimizer walks through its pages."""
-        return len(self._by_kind[group, Kind.PARAMETER])
+        return len(self.by_kind[group, Kind.PARAMETER])
 
     def of_part(self, group: int, kind: int, part: int) -> list[int]:
         """Page ids of one part (a moment has one page a slot)."""
-        found = self._by_part.get((group, kind, part))
+        found = self.by_part.get((group, kind, part))
         if found is None:
-            own = [p for p in self._by_kind[group, kind] if self.pages[p].part == part]
-            found = self._by_part[group, kind, part] = own
+            own = [p for p in self.by_kind[group, kind] if self.pages[p].part == part]
+            found = self.by_part[group, kind, part] = own
         return found
 
     def span_of(self, page: Page) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from odc.memory.stations import Visit
 
 LEAVES_NS = 1e15  # added to the time of a page that a schedule lets go
 _UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
+_FAR_NS = UNKNOWN_NS / 8  # from there on no use is in sight
 _CHANGED = 0.25  # a chance that moves by so much is taken in at once
 _NEVER = 0.02  # what is less likely is not expected
 _WORTH = 0.3  # least chance at which an entry is worth a load on a line that is always busy
@@ -115,6 +116,7 @@ class OrderPrefetcher:
         self.threshold = threshold
         count = len(self.table.pages)
         self.until = np.full(count, UNKNOWN_NS)
+        self._until_of: Any = self.until.data  # to read one is faster than of an array
         shares = self.table.home_shares  # what is coded at home is loaded cheaply: the rest is dear
         self._dear = [share / min(shares) for share in shares]
         self.version = 0
@@ -141,6 +143,7 @@ class OrderPrefetcher:
         self._makes_fresh = False  # some entry of them does
         self._after: list[float] = []  # by page: first use in later passes, from the end of this
         self._after_of: dict[tuple[tuple[int, int], ...], list[float]] = {}
+        self._end = -1  # serial number of the last entry of passes in sight
         self._cursor = 0  # serial number of the entry that is looked at next
         self._again: list[int] = []  # serial numbers of sets to look at again
         self._remaining: Sequence[int] = ()
@@ -149,16 +152,24 @@ class OrderPrefetcher:
 
     def advance(self, visit: Visit, tokens: int, remaining: Sequence[int]) -> None:
         library = self.library
-        self._begin_pass_if_new()
+        if library.passes != self._pass:
+            self._begin_pass()
         begins = self._phase < 0
         self._remaining = remaining
-        set_index = self.stations.stations[visit.station].set_index
+        set_index = self.stations.set_of[visit.station]
         if set_index >= 0 and visit.order:
             self.sets.observe(visit, set_index, tokens)
-        if library.order is None:
+        order = library.order
+        if order is None:
             return
-        self._follow()
-        self._look_ahead()
+        if order.is_certain and not library.skipped and library.position >= self._position:
+            self._reach = []  # the visit that was expected: nothing was learned
+            self._position = position = library.position
+            if position > self._cursor:
+                self._cursor = position
+        else:
+            self._follow()
+            self._look_ahead()
         if self.stations.sets and (begins or visit.phase != self._phase):
             self._rekey_sets(range(len(self.stations.sets)))
             self._cursor = max(library.position, 0)
@@ -218,25 +229,29 @@ class OrderPrefetcher:
         return self._reach[ahead] if ahead < len(self._reach) else order.entries[place].chance
 
     def next_use(self, page: int) -> float:
-        self._begin_pass_if_new()  # a page may be held from one pass into the next
+        library = self.library
+        if library.passes != self._pass:  # a page may be held from one pass into the next
+            self._begin_pass()
         self._left[page] = 0
-        if self._is_written_yet(page):
-            return self.library.now_ns
+        order = library.order
+        if order is not None and order.writes and self._is_written_yet(page, order):
+            return library.now_ns
         return self._next_use(page)
 
-    def _is_written_yet(self, page: int) -> bool:
+    def _is_written_yet(self, page: int, order: RecordedOrder) -> bool:
         """Whether the visit that runs, which has only read the page so far, goes on to write it.
 
         As a backward that lets parameters go and then updates them.
         """
         library = self.library
-        order = library.order
-        if order is None or not order.writes or not library.live:
+        if not library.live:
             return False
-        visit, kind = library.live[-1], 1 << self.table.pages[page].kind
-        if visit.place < 0 or not order.entries[visit.place].writes & ~visit.writes & kind:
+        visit, of_page = library.live[-1], self.table.pages[page]
+        if visit.place < 0:
             return False
-        return self.stations.of_group[self.table.pages[page].group] == visit.station
+        if not order.entries[visit.place].writes & ~visit.writes & 1 << of_page.kind:
+            return False
+        return self.stations.of_group[of_page.group] == visit.station
 
     def _next_use(self, page: int) -> float:
         """The same, for a page that may have left since its last use."""
@@ -247,7 +262,15 @@ class OrderPrefetcher:
             return UNKNOWN_NS - _UNKNOWN_STEP * self._uses
         if self.sets.holds[page]:
             return float(self.sets.later[page])
-        time = self._time_of(page, order)
+        if order.is_certain and not order.goes_at and not self._hinted:  # nearly always
+            uses = order.at[page]
+            first = bisect_right(uses, library.position)
+            if first < len(uses):
+                time = library.base_ns + order.start_ns[uses[first]]
+            else:
+                time = library.base_ns + order.total_ns + self._after[page]
+        else:
+            time = self._time_of(page, order)
         if self.scheduled:
             return time + LEAVES_NS if self._has_to_leave(page, order) else time
         weight = self.table.load_weight[page] * self._dear[page]
@@ -262,8 +285,6 @@ class OrderPrefetcher:
         after = library.end_ns + self._after[page]
         if order.goes_at and self._goes_ahead(page, order):
             after = max(after, UNKNOWN_NS / 2)  # what comes after the update is no use of this copy
-        if not uses:
-            return after
         first = bisect_right(uses, library.position)
         if order.is_certain and not self._hinted:
             return library.base_ns + order.start_ns[uses[first]] if first < len(uses) else after
@@ -371,6 +392,7 @@ class OrderPrefetcher:
         follows = library.as_expected and bool(passed) and before[1:] == self._chain[:-1]
         follows, self._anew = follows and not self._anew, False
         self._after = self._first_uses()
+        self._end = self._last_serial()
         if not follows:
             self._cursor = 0
             self._rekey_all()
@@ -381,7 +403,7 @@ class OrderPrefetcher:
 
     def _find_far(self) -> None:
         """One more pass is in sight: pages that had no use so far may have one in it."""
-        far = np.flatnonzero(self.until >= UNKNOWN_NS / 8)
+        far = np.flatnonzero(self.until >= _FAR_NS)
         for page in far.tolist():
             if not self.sets.holds[page]:
                 self.until[page] = self._next_use(page)
@@ -493,18 +515,25 @@ class OrderPrefetcher:
     def wanted(self) -> Iterator[tuple[int, int]]:
         if not self._orders:
             return
-        absent = self.table.is_absent
-        self._go_back()
-        last = self._last_serial()
-        yield from self._wanted_again(last)
+        absent, updates = self.table.is_absent, bool(self._orders[0].goes_at)
+        if self.table.left:
+            self._go_back()
+        if self._cursor < self.library.position:
+            self._cursor = self.library.position
+        last = self._end if self.limits.page_prefetch is None else self._last_serial()
+        if self._again:
+            yield from self._wanted_again(last)
+        here = self._orders[0]
+        plain = here.uses if here.is_certain and not self._hinted else ()
         while self._cursor <= last:
-            pages = self._pages_at(self._cursor)
-            if self._is_updated_before(pages, self._cursor):
+            cursor = self._cursor
+            pages = plain[cursor] if cursor < len(plain) else self._pages_at(cursor)
+            if updates and self._is_updated_before(pages, self._cursor):
                 yield from self._wanted_beyond(last)
                 return
             for page in pages:
                 if absent[page]:
-                    yield page, self._fresh_ahead()
+                    yield page, self._fresh_ahead() if self._makes_fresh else 0
             self._cursor += 1
 
     def _wanted_beyond(self, last: int) -> Iterator[tuple[int, int]]:
@@ -548,21 +577,25 @@ class OrderPrefetcher:
 
     def _go_back(self) -> None:
         """Pages that left since the last look: the cursor returns to the use of the soonest."""
-        self._note_left()
-        for page in self.table.left:
-            self._cursor = min(self._cursor, self._next_serial(page))
-            leaves = LEAVES_NS <= self.until[page] < UNKNOWN_NS / 8
-            if leaves and not self.table.is_evictable[page]:
-                self.until[page] -= LEAVES_NS  # it has left; when it comes back it stays
-        self.table.left.clear()
-        self._cursor = max(self._cursor, self.library.position)
+        left, until, is_evictable = self.table.left, self._until_of, self.table.is_evictable
+        order, position = self._orders[0], self.library.position
+        for page in left:
+            self._left[page] = 1
+            places = order.at[page] if order.is_certain else ()
+            first = bisect_right(places, position)
+            serial = places[first] if first < len(places) else self._next_serial(page)
+            if serial < self._cursor:
+                self._cursor = serial
+            if LEAVES_NS <= until[page] < _FAR_NS and not is_evictable[page]:
+                until[page] -= LEAVES_NS  # it has left; when it comes back it stays
+        left.clear()
 
     def _next_serial(self, page: int) -> int:
         """The entry ahead that uses a page; where nothing is known of one, the end."""
         for cycle, order in enumerate(self._orders):
-            places: Sequence[int] = order.at[page]
+            places = order.at[page]
             if self.sets.holds[page]:
-                places = order.of_station.get(self.sets.station[page], ())
+                places = order.of_station.get(self.sets.station[page], [])
             first = bisect_right(places, self.library.position) if cycle == 0 else 0
             for at in range(first, len(places)):
                 place = places[at]

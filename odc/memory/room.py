@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, VictimQueue
 
 _WRITE_QUEUE_BYTES = 48 * 1024 * 1024  # a line out with so much to write is a bottleneck
+_STRANGE_NS = UNKNOWN_NS / 8
 _WEIGHED = 64  # victims among which clean ones are preferred
 
 
@@ -64,6 +66,7 @@ class Room:
         scores: (num_pages,) the higher, the sooner a page goes.
         time: virtual time: accesses so far.
         lingering: pages that a schedule lets go may still be here.
+        planned: pages go by the plan's times of next use.
         chooser: the policy, if it chooses its order at the beginning of a pass.
     """
 
@@ -90,12 +93,13 @@ class Room:
     def _take_order(self) -> None:
         """Go by the plan, or by the policy's own scores."""
         prefetcher = self.prefetcher
-        self._planned = prefetcher is not None and self.policy.planned
+        self.planned = prefetcher is not None and self.policy.planned
         self.scores = np.zeros(len(self.table.pages))
-        if prefetcher is not None and self._planned:
+        if prefetcher is not None and self.planned:
             self.scores = prefetcher.until
         elif self.chooser is not None:
             self.scores = self.chooser.scores
+        self._scores: Any = self.scores.data  # to read one is faster than of an array
         self.queue = VictimQueue(self.table, self.scores)
 
     def begin_pass(self, ctx: int) -> None:
@@ -110,14 +114,9 @@ class Room:
             self.lingering = True
 
     @property
-    def planned(self) -> bool:
-        """Evicts by the plan's times of next use."""
-        return self._planned
-
-    @property
     def scheduled(self) -> bool:
         """A schedule says what leaves."""
-        return self._planned and self.prefetcher is not None and self.prefetcher.scheduled
+        return self.planned and self.prefetcher is not None and self.prefetcher.scheduled
 
     def poll(self) -> None:
         """Take note of what the engine has done, and of what the plan has changed."""
@@ -130,20 +129,26 @@ class Room:
             self.table.left.clear()
         elif prefetcher.version != self._version:
             self._version = prefetcher.version
-            if self._planned:
+            if self.planned:
                 self.lingering = True
                 self.queue.invalidate()
 
     def _note_arrivals(self, used: int = -1) -> None:
         """Score what came and can go, but for the page whose use just ended: that counts once."""
-        arrived = self.transfers.arrived
+        arrived, is_evictable, scores = (
+            self.transfers.arrived,
+            self.table.is_evictable,
+            self._scores,
+        )
         for page in arrived:
-            self.policy.arrived(page, self.time)
-            if self.table.is_evictable[page] and page != used:
-                if not self._planned:
-                    self.scores[page] = self.policy.score(page, self.time)
-                score = float(self.scores[page])
-                self.lingering = self.lingering or score > LEAVES_NS
+            if not self.planned:
+                self.policy.arrived(page, self.time)
+            if is_evictable[page] and page != used:
+                if not self.planned:
+                    scores[page] = self.policy.score(page, self.time)
+                score = scores[page]
+                if score > LEAVES_NS:
+                    self.lingering = True
                 self.queue.push(page, score)
         arrived.clear()
 
@@ -156,13 +161,14 @@ class Room:
             time = prefetcher.until[page] = prefetcher.next_use(page)
             if self.chooser is not None:
                 self.chooser.released(page, self.time)
-            if self._planned:
-                leaves = prefetcher.scheduled and time > LEAVES_NS
-                if leaves and not self._has_strangers():
-                    self.evict((page,))  # at once: nothing is won by waiting
-                else:
-                    self.lingering = self.lingering or leaves
-                    self.queue.push(page, time)
+            if self.planned:
+                if time > LEAVES_NS and prefetcher.scheduled:
+                    if not self._has_strangers():
+                        self.policy.evicted(page)
+                        self.transfers.evict(page)  # at once: nothing is won by waiting
+                        return
+                    self.lingering = True
+                self.queue.push(page, time)
                 return
         elif self.chooser is not None:
             self.chooser.released(page, self.time)
@@ -171,8 +177,8 @@ class Room:
 
     def _has_strangers(self) -> bool:
         """Pages are here that no pass in sight uses: they go before what a schedule lets go."""
-        first = next(self.queue.first(), None)
-        return first is not None and self.scores[first] >= UNKNOWN_NS / 8
+        first = self.queue.peek()
+        return first >= 0 and self._scores[first] >= _STRANGE_NS
 
     def keep(self, page: int) -> None:
         """A page that was to go stays; its time of next use holds."""
@@ -185,7 +191,7 @@ class Room:
             now: on the plan's clock.
         """
         weight = min(self.transfers.out_flight_bytes / _WRITE_QUEUE_BYTES, 1.0)
-        if weight and self._planned and not self.scheduled:
+        if weight and self.planned and not self.scheduled:
             return _CleanFirst(self, weight, now)
         return self.queue
 

@@ -7,6 +7,7 @@ even where the members of a set do not, so that orders are recorded of visits (`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy as np
 from odc.memory.events import Kind, Op
 from odc.memory.pages import PageTable
 
-_NO_TIMES = [0.0] * len(Kind)
+_READ, _CREATE = Op.READ, Op.CREATE  # looking a name up in an enumeration is slow
+_AT_ONCE = (0.0,) * len(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Visit:
     kinds: int = 0
     creates: int = 0
     writes: int = 0
-    at_ns: list[float] = field(default_factory=_NO_TIMES.copy)
+    at_ns: Sequence[float] = _AT_ONCE
     held_ns: float = 0.0
     span: int = 0
     drops: int = 0
@@ -68,16 +70,20 @@ class Visit:
         return visit_key(self.station, self.phase)
 
     def note(self, kind: int, op: int, member: int) -> None:
+        """A kind of a group was needed; ``member``: the group's place in its set."""
         bit = 1 << kind
-        if not (self.kinds | self.creates) & bit:
-            self.at_ns[kind] = self.dur_ns
-        if op == Op.CREATE:
+        if self.dur_ns and not (self.kinds | self.creates) & bit:
+            self.at_ns = [*self.at_ns[:kind], self.dur_ns, *self.at_ns[kind + 1 :]]
+        if op == _READ:
+            self.kinds |= bit
+        elif op == _CREATE:
             self.creates |= bit
+            self.writes |= bit
         else:
             self.kinds |= bit
-        if op != Op.READ:
             self.writes |= bit
-        self._use(member)
+        if self.used is not None:
+            self._use(member)
 
     def go_home(self, kinds: int, member: int) -> None:
         """Kinds have left for an update at home."""
@@ -102,6 +108,7 @@ class Stations:
         self.table = table
         self.sets = sets
         self.stations: list[Station] = []
+        self.set_of: list[int] = []  # by station, its set; -1 for a single group
         self.of_group: list[int] = [-1] * len(table.groups)
         self.member_of: list[int] = [0] * len(table.groups)
         for set_index, groups in enumerate(sets):
@@ -122,6 +129,7 @@ class Stations:
             self.of_group[group] = len(self.stations)
             self.member_of[group] = member
         self.stations.append(station)
+        self.set_of.append(station.set_index)
 
     def pages(self, station: int, kinds: int) -> tuple[np.ndarray, np.ndarray]:
         """Pages of a station's kinds, and for each the member it belongs to. (n,), (n,)."""

@@ -30,11 +30,36 @@ from odc.memory.events import Act, Sink, Tier
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.pages import PageState, PageTable
 
-_Booking = list[tuple[Ticket | None, int]]
+_Booking = Sequence[tuple[Ticket | None, int]]
+# Looking a name up in an enumeration is slow, and most of these are needed at every access.
+_HOME, _LOADING, _RESIDENT, _EVICTING = PageState
+_LOAD, _RELEASE = CommandKind.LOAD, CommandKind.RELEASE
+_URGENT, _NORMAL = Priority.URGENT, Priority.NORMAL
 
 
 def _failed(ticket: Ticket) -> bool:
     return ticket.done_ns >= 0 and ticket.error is not None
+
+
+def _done(tickets: dict[int, Ticket]) -> list[tuple[int, Ticket]]:
+    """Those that have ended, as the pages they are of. Raises what the first of them raised."""
+    done = []
+    for page, ticket in tickets.items():
+        if ticket.done_ns >= 0:
+            if ticket.error is not None:
+                raise ticket.error
+            done.append((page, ticket))
+    return done
+
+
+def _done_stores(stores: dict[int, _Storing]) -> list[tuple[int, _Storing]]:
+    done = []
+    for page, storing in stores.items():
+        if storing.ticket.done_ns >= 0:
+            if storing.ticket.error is not None:
+                raise storing.ticket.error
+            done.append((page, storing))
+    return done
 
 
 def _smoothed(rate: float, num_bytes: int, dur_ns: int) -> float:
@@ -105,15 +130,16 @@ class Transfers:
         self.num_resident = 0
         self._demanded: dict[int, int] = {}  # page -> seq of the need that a load serves
         self._coming: deque[tuple[Ticket, int]] = deque()
-        self._coming_frames = 0
-        self._evicting: dict[int, Ticket] = {}
+        self.coming_frames = 0  # that evictions under way will give back
+        self.evicting: dict[int, Ticket] = {}  # pages that may be rescued, and others
         self._booked: dict[int, _Booking] = {}
         self._generation = [0] * len(table.pages)
+        self._ended = -1  # commands that had ended at the last look; -1: look again
 
     @property
     def available(self) -> int:
         """Frames that are free, or will be when evictions under way are done."""
-        return self.free + self._coming_frames
+        return self.free + self.coming_frames
 
     @property
     def used_bytes(self) -> int:
@@ -133,8 +159,8 @@ class Transfers:
         """Take frames for a page, the last ``spare`` free ones only if nothing else is coming."""
         need = self.table.frames[page]
         assert need <= self.available, f"page {page}: {need} frames, {self.available} available"
-        booking: _Booking = []
-        taken = min(need, max(self.free - spare, need - self._coming_frames))
+        booking: list[tuple[Ticket | None, int]] = []
+        taken = min(need, max(self.free - spare, need - self.coming_frames))
         if taken > 0:
             self.free -= taken
             booking.append((None, taken))
@@ -144,12 +170,12 @@ class Transfers:
             taken = min(need, frames)
             if taken < frames:
                 self._coming.appendleft((ticket, frames - taken))
-            self._coming_frames -= taken
+            self.coming_frames -= taken
             booking.append((ticket, taken))
             need -= taken
         self._booked[page] = booking
         tickets = [t for t, _ in booking if t is not None]
-        own = self._evicting.get(page)
+        own = self.evicting.get(page)
         if own is not None:
             tickets.append(own)
         return tuple(tickets)
@@ -160,7 +186,7 @@ class Transfers:
                 self.free += frames
             else:  # if it failed, its page stays in these frames: ``_stays`` takes them out again
                 self._coming.append((ticket, frames))
-                self._coming_frames += frames
+                self.coming_frames += frames
 
     def _is_done(self, ticket: Ticket) -> bool:
         """Whether a command has ended well; an error is left to whoever polls it next."""
@@ -179,13 +205,24 @@ class Transfers:
             seq: the need it serves, -1 for a prefetch.
             spare: free frames that should be left, if others are on their way.
         """
-        self._check_whole(page)
-        after = self._behind_update(page, self._book(page, spare))
-        priority = Priority.NORMAL if seq < 0 else Priority.URGENT
-        ticket = self.engine.submit(CommandKind.LOAD, self.table.pages[page], after, priority)
-        self.table.set_state(page, PageState.LOADING)
+        if self._broken:
+            self._check_whole(page)
+        table = self.table
+        need = table.frames[page]
+        after: tuple[Ticket, ...] = ()
+        if self.coming_frames or need > self.free or page in self.evicting:
+            after = self._book(page, spare)
+        else:  # nearly always
+            self.free -= need
+            self._booked[page] = ((None, need),)
+        if self.updating:
+            after = self._behind_update(page, after)
+        what = table.pages[page]
+        ticket = self.engine.submit(_LOAD, what, after, _NORMAL if seq < 0 else _URGENT)
+        table.state[page] = _LOADING  # (``set_state`` of a page that was absent, written out)
+        table.is_absent[page] = 0
         self.loading[page] = ticket
-        num_bytes = self.table.pages[page].home_bytes
+        num_bytes = what.home_bytes
         self.in_flight_bytes += num_bytes
         self.bytes_in += num_bytes
         if self.bytes_per_ns:
@@ -203,6 +240,8 @@ class Transfers:
         ticket = self.engine.submit(
             CommandKind.CREATE, self.table.pages[page], after, Priority.URGENT
         )
+        if ticket.done_ns >= 0:  # it was run as it was submitted
+            self._ended = -1
         self.table.set_state(page, PageState.LOADING)
         self.loading[page] = ticket
 
@@ -217,19 +256,23 @@ class Transfers:
         del self.loading[page]
         del self._booked[page]
         table = self.table
-        table.set_state(page, PageState.RESIDENT)
-        table.is_evictable[page] = table.pins[page] == 0
+        table.state[page] = _RESIDENT  # (``set_state`` of a page that was loading, written out)
+        table.is_resident[page] = 1
+        table.is_evictable[page] = not table.pins[page]
         self.arrived.append(page)
         self.num_resident += 1
-        if ticket.kind == CommandKind.LOAD:
-            num_bytes = table.pages[page].home_bytes
+        if ticket.kind == _LOAD:
+            num_bytes = ticket.page.home_bytes
             self.total_in += num_bytes
-            self.bytes_per_ns = _smoothed(self.bytes_per_ns, num_bytes, ticket.dur_ns)
+            rate, dur_ns = self.bytes_per_ns, ticket.dur_ns
+            if dur_ns > 0:  # (``_smoothed`` written out)
+                self.bytes_per_ns = rate + (0.1 if rate else 1.0) * (num_bytes / dur_ns - rate)
             self.in_flight_bytes -= num_bytes
-            seq = self._demanded.pop(page, -1)
-            act = Act.PREFETCH if page in self.prefetched else Act.LOAD
+            seq = self._demanded.pop(page, -1) if self._demanded else -1
+            if self.sink is not None:
+                act = Act.PREFETCH if page in self.prefetched else Act.LOAD
+                self._record(ticket, seq, page, act, self.tier_of(page), Tier.DEVICE, num_bytes)
             self.prefetched.discard(page)
-            self._record(ticket, seq, page, act, self.tier_of(page), Tier.DEVICE, num_bytes)
 
     def cancel_one_prefetch(self) -> bool:
         """Take back the prefetch that was queued last; False if none can be."""
@@ -256,7 +299,7 @@ class Transfers:
         num_bytes = self.table.pages[page].home_bytes if ticket.kind == CommandKind.LOAD else 0
         self.in_flight_bytes -= num_bytes
         self.bytes_in -= num_bytes
-        evicting = page in self._evicting
+        evicting = page in self.evicting
         self.table.set_state(page, PageState.EVICTING if evicting else PageState.HOME)
         self._unbook(page)
         return num_bytes
@@ -289,14 +332,15 @@ class Transfers:
         elif table.is_dirty[page]:
             after = (self.store(page, early=False),)
         self._release(page, after)
-        self._record(None, -1, page, Act.EVICT, Tier.DEVICE, self.tier_of(page), 0)
+        if self.sink is not None:
+            self._record(None, -1, page, Act.EVICT, Tier.DEVICE, self.tier_of(page), 0)
 
     def rescue(self, page: int) -> bool:
         """Take an eviction back, if the page is still in its frames and nobody counts on them.
 
         What is being stored goes on being stored.
         """
-        ticket = self._evicting.get(page)
+        ticket = self.evicting.get(page)
         if ticket is None or self.table.state[page] != PageState.EVICTING or page in self._old:
             return False
         frames = self.table.frames[page]
@@ -304,8 +348,8 @@ class Transfers:
         if entry not in self._coming or not self.engine.cancel(ticket):
             return False
         self._coming.remove(entry)
-        self._coming_frames -= frames
-        del self._evicting[page]
+        self.coming_frames -= frames
+        del self.evicting[page]
         self.table.set_state(page, PageState.RESIDENT)
         self.table.is_evictable[page] = self.table.pins[page] == 0
         self.num_resident += 1
@@ -400,19 +444,21 @@ class Transfers:
 
     def _release(self, page: int, after: tuple[Ticket, ...]) -> None:
         table = self.table
-        table.set_state(page, PageState.EVICTING)
+        table.set_state(page, _EVICTING)
         table.is_evictable[page] = False
         self.num_resident -= 1
-        ticket = self.engine.submit(CommandKind.RELEASE, table.pages[page], after)
+        ticket = self.engine.submit(_RELEASE, table.pages[page], after)
         frames = table.frames[page]
         if not after and self.engine.poll(ticket):  # made at once
-            table.set_state(page, PageState.HOME)
+            table.set_state(page, _HOME)
             self.free += frames
             return
+        if ticket.done_ns >= 0:  # it was run as it was submitted
+            self._ended = -1
         self._old.discard(page)
-        self._evicting[page] = ticket
+        self.evicting[page] = ticket
         self._coming.append((ticket, frames))
-        self._coming_frames += frames
+        self.coming_frames += frames
 
     def dirtied(self, page: int) -> None:
         """The content of a resident page is about to change."""
@@ -437,37 +483,48 @@ class Transfers:
 
     def poll(self) -> None:
         """Take note of what is done. Raises what a command raised."""
+        ended = self.engine.ended()
+        if ended == self._ended:
+            return
         try:
-            self._poll()
+            # What the engine has counted is done: tickets are read without asking it for each.
+            for page, ticket in list(self.loading.items()):
+                if ticket.done_ns >= 0:
+                    if ticket.error is not None:
+                        raise ticket.error
+                    self._arrived(page, ticket)
+            if self.storing or self.updating or self.evicting or self._coming:
+                self._poll_way_out()
         except Exception:
             self._recover()
             raise
+        self._ended = ended
 
-    def _poll(self) -> None:
-        poll = self.engine.poll
-        if self.loading:
-            for page in [p for p, t in self.loading.items() if poll(t)]:
-                self._arrived(page, self.loading[page])
+    def _poll_way_out(self) -> None:
         if self.storing:
-            for page in [p for p, s in self.storing.items() if poll(s.ticket)]:
-                self._stored(page, self.storing.pop(page))
+            for page, storing in _done_stores(self.storing):
+                del self.storing[page]
+                self._stored(page, storing)
         if self.updating:
-            for page in [p for p, t in self.updating.items() if poll(t)]:
-                self._updated(page, self.updating.pop(page))
-        if self._evicting or self._coming:
+            for page, ticket in _done(self.updating):
+                del self.updating[page]
+                self._updated(page, ticket)
+        if self.evicting or self._coming:
             self._poll_evictions()
 
     def _poll_evictions(self) -> None:
-        poll = self.engine.poll
-        for page in [p for p, t in self._evicting.items() if poll(t)]:
-            del self._evicting[page]
+        for page, _ in _done(self.evicting):
+            del self.evicting[page]
             self._old.discard(page)
             if self.table.state[page] == PageState.EVICTING:
                 self.table.set_state(page, PageState.HOME)
-        back = [entry for entry in self._coming if poll(entry[0])]
+        coming = self._coming
+        back = [entry for entry in coming if entry[0].done_ns >= 0]
         for entry in back:
-            self._coming.remove(entry)
-            self._coming_frames -= entry[1]
+            if entry[0].error is not None:
+                raise entry[0].error
+            coming.remove(entry)
+            self.coming_frames -= entry[1]
             self.free += entry[1]
 
     def _wait(self, ticket: Ticket) -> int:
@@ -488,7 +545,7 @@ class Transfers:
     def _recover(self) -> None:
         """Commands failed: wait for the rest, then undo the failed ones in the books."""
         stores = [s.ticket for s in self.storing.values()]
-        moves = [*self.loading.values(), *stores, *self._evicting.values()]
+        moves = [*self.loading.values(), *stores, *self.evicting.values()]
         for ticket in [*moves, *self.updating.values()]:
             with contextlib.suppress(Exception):
                 self.engine.wait(ticket)
@@ -498,7 +555,7 @@ class Transfers:
             num_bytes = self.table.pages[page].home_bytes
             self.out_flight_bytes -= num_bytes
             self.bytes_out -= num_bytes
-        kept = [p for p, t in self._evicting.items() if _failed(t)]
+        kept = [p for p, t in self.evicting.items() if _failed(t)]
         for page in [p for p, t in self.loading.items() if _failed(t)]:
             self._forget_load(page)
         for page in kept:
@@ -506,11 +563,11 @@ class Transfers:
 
     def _stays(self, page: int) -> None:
         """A page could not be stored: it has not left its frames."""
-        ticket = self._evicting.pop(page)
+        ticket = self.evicting.pop(page)
         self._old.discard(page)
         for entry in [e for e in self._coming if e[0] is ticket]:
             self._coming.remove(entry)
-            self._coming_frames -= entry[1]
+            self.coming_frames -= entry[1]
         self.table.set_state(page, PageState.RESIDENT)
         self.table.is_evictable[page] = self.table.pins[page] == 0
         self.arrived.append(page)
@@ -523,6 +580,8 @@ class Transfers:
         self.bytes_out_per_ns = _smoothed(self.bytes_out_per_ns, num_bytes, ticket.dur_ns)
         if storing.generation == self._generation[page]:
             self.table.is_dirty[page] = False
+        if self.sink is None:
+            return
         act = Act.EARLY_WRITE_BACK if storing.early else Act.WRITE_BACK
         self._record(storing.ticket, -1, page, act, Tier.DEVICE, self.tier_of(page), num_bytes)
 
@@ -540,7 +599,7 @@ class Transfers:
         table = self.table
         for page, state in enumerate(table.state):
             assert (state == PageState.LOADING) == (page in self.loading), f"{page=} {state=}"
-            assert state != PageState.EVICTING or page in self._evicting, f"{page=} {state=}"
+            assert state != PageState.EVICTING or page in self.evicting, f"{page=} {state=}"
             evictable = state == PageState.RESIDENT and not table.pins[page]
             assert table.is_evictable[page] == evictable, f"{page=} {state=} {table.pins[page]=}"
         assert set(self._booked) == set(self.loading)
@@ -549,7 +608,7 @@ class Transfers:
         held = sum(int(n) for n, r in zip(table.num_frames, table.resident, strict=True) if r)
         booked = sum(int(table.num_frames[p]) for p in self.loading)
         coming = sum(n for _, n in self._coming)
-        assert coming == self._coming_frames, f"{coming=} {self._coming_frames=}"
+        assert coming == self.coming_frames, f"{coming=} {self.coming_frames=}"
         assert held + booked + coming + self.free == self.num_frames, (
             f"{held=} + {booked=} + {coming=} + {self.free=} != {self.num_frames}"
         )
@@ -560,7 +619,7 @@ class Transfers:
             self.settle(page)
         for storing in list(self.storing.values()):
             self._wait(storing.ticket)
-        for ticket in [*self._evicting.values(), *self.updating.values()]:
+        for ticket in [*self.evicting.values(), *self.updating.values()]:
             self._wait(ticket)
         self.poll()
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from odc.memory.pages import PageTable
 
+_INF = float("inf")
 _FRONT = 384  # victims that are sorted at a time
 _LOW = 160  # with fewer the front is made anew: a page of 256 MiB may need 128
 
@@ -24,7 +25,10 @@ class EvictionPolicy(Protocol):
 
     @property
     def planned(self) -> bool:
-        """Whether it goes by the plan's times of next use where there is a plan."""
+        """Whether it goes by the plan's times of next use where there is a plan.
+
+        While it does, it is told only what was evicted.
+        """
 
     def arrived(self, page: int, time: int) -> None:
         """A page came into frames, at a virtual time (number of accesses)."""
@@ -139,9 +143,10 @@ class VictimQueue:
 
     def __init__(self, table: PageTable, scores: np.ndarray) -> None:
         self._table = table
-        self._scores = scores
+        self._scores: Any = scores.data  # to read one is faster than of an array
+        self._all_scores = scores
         self._front: list[tuple[float, int]] = []  # ascending
-        self._least = np.inf  # what is scored below waits
+        self._least = _INF  # what is scored below waits
         self._stale = True
 
     def invalidate(self) -> None:
@@ -153,31 +158,41 @@ class VictimQueue:
         if not self._stale and score >= self._least:
             insort(self._front, (score, page))
 
-    def first(self) -> Iterator[int]:
-        """Victims in order, at least as many as the largest page can need; none is taken out."""
+    def peek(self) -> int:
+        """The first victim, -1 if there is none; it is not taken out."""
+        self._tidy()
+        return self._front[-1][1] if self._front else next(self.first(), -1)
+
+    def _tidy(self) -> None:
+        """See to it that the first entry holds and that there are enough behind it."""
         is_evictable, scores = self._table.is_evictable, self._scores
         front = self._front
         while front and not (is_evictable[front[-1][1]] and scores[front[-1][1]] == front[-1][0]):
             front.pop()
-        short = len(front) < _LOW and self._least > -np.inf
-        if self._stale or short or len(front) > 4 * _FRONT:
+        count = len(front)
+        if self._stale or (count < _LOW and self._least > -_INF) or count > 4 * _FRONT:
             self._refill()
+
+    def first(self) -> Iterator[int]:
+        """Victims in order, at least as many as the largest page can need; none is taken out."""
+        self._tidy()
+        is_evictable, scores = self._table.is_evictable, self._scores
         last, count = -1, 0
         for score, page in reversed(self._front):
             if page != last and is_evictable[page] and scores[page] == score:
                 last = page
                 count += 1
                 yield page
-        if count < _LOW and self._least > -np.inf:  # most of the front is not to be had
+        if count < _LOW and self._least > -_INF:  # most of the front is not to be had
             seen = {page for _, page in self._front}
             self._refill()
             yield from (page for _, page in reversed(self._front) if page not in seen)
 
     def _refill(self) -> None:
         pages = np.flatnonzero(self._table.evictable)
-        scores = self._scores[pages]
+        scores = self._all_scores[pages]
         self._stale = False
-        self._least = -np.inf
+        self._least = -_INF
         if len(pages) > _FRONT:
             front = np.argpartition(scores, -_FRONT)[-_FRONT:]
             pages, scores = pages[front], scores[front]

@@ -168,6 +168,12 @@ class TransferEngine(Protocol):
     ) -> Ticket:
         """Queue a command; never blocks. ``update`` says what an update does."""
 
+    def ended(self) -> int:
+        """How many commands have run or failed so far, of those that had to wait for a line.
+
+        As long as it stays the same no ticket has changed, and none needs to be polled.
+        """
+
     def poll(self, ticket: Ticket) -> bool:
         """Whether a command is done (never, if it was cancelled). Raises what it raised."""
 

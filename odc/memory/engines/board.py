@@ -14,6 +14,7 @@ from odc.memory.engines.base import CommandKind, HomeUpdate, Priority, Ticket
 from odc.memory.events import Tier
 from odc.memory.pages import Page
 
+_LOAD, _RELEASE = CommandKind.LOAD, CommandKind.RELEASE  # looking up a member's name is slow
 _SHOWN = 20  # commands of a line in a dump
 _NUMBERS = 48  # bits of a key that hold the number of a command
 
@@ -76,19 +77,23 @@ class Board:
     def __init__(self, tiers: Iterable[Tier], tier_of: Callable[[int], Tier]) -> None:
         self._tier_of = tier_of
         tiers = tuple(tiers)
+        self._only_in: Line | None = None  # where all pages have their home in one tier
         names = [f"{tier.name.lower()} " if len(tiers) > 1 else "" for tier in tiers]
         self.moves = Line("moves", None)
         self.updates = Line("updates", None)
         self.ins = {t: Line(f"{name}in", t) for t, name in zip(tiers, names, strict=True)}
         self.outs = {t: Line(f"{name}out", t) for t, name in zip(tiers, names, strict=True)}
+        if len(tiers) == 1:
+            self._only_in = self.ins[tiers[0]]
         self.lines = (self.moves, self.updates, *self.ins.values(), *self.outs.values())
+        self.ended = 0  # commands that have run or failed
         self._number = 0
         self._open: dict[int, Ticket] = {}  # submitted, and neither ended nor taken back
         self._last_store: dict[int, Ticket] = {}  # of each page, while it has not ended
         self._last_update: dict[int, Ticket] = {}  # the same
 
     def next_number(self) -> int:
-        """Number for a command, in order of submission."""
+        """Number for a command that is run as it is submitted."""
         self._number += 1
         return self._number
 
@@ -102,15 +107,19 @@ class Board:
         update: HomeUpdate | None = None,
     ) -> Ticket:
         """Add a command; it is in its line's queue if it waits for nothing."""
-        ticket = Ticket(kind, page, priority, self.next_number(), now_ns)
-        if kind == CommandKind.STORE:
+        self._number = number = self._number + 1
+        ticket = Ticket(kind, page, priority, number, now_ns)
+        if kind == _RELEASE:
+            ticket.line = self.moves
+        elif kind == _LOAD:
+            ticket.line = self._only_in or self.ins[self._tier_of(page.page)]
+            if self._last_update:
+                after = _join(after, self._last_update.get(page.page))
+        elif kind == CommandKind.STORE:
             ticket.line = self.outs[self._tier_of(page.page)]
             after = _join(after, self._last_store.get(page.page))
             after = _join(after, self._last_update.get(page.page))
             self._last_store[page.page] = ticket
-        elif kind == CommandKind.LOAD:
-            ticket.line = self.ins[self._tier_of(page.page)]
-            after = _join(after, self._last_update.get(page.page))
         elif kind == CommandKind.UPDATE:
             assert update is not None, "an update says what it does"
             ticket.line, ticket.update = self.updates, update
@@ -122,9 +131,10 @@ class Board:
             ticket.line = self.moves
         if after:
             self._wait_for(ticket, after)
-        self._open[ticket.number] = ticket
-        if not ticket.waits:
-            ticket.line.push(ticket)
+        self._open[number] = ticket
+        if not ticket.waits:  # (``push`` of what has not started, written out)
+            ticket.key = key = ((2 * priority + 1) << _NUMBERS) | number
+            heappush(ticket.line._heap, (key, ticket))
         return ticket
 
     @staticmethod
@@ -144,6 +154,7 @@ class Board:
     def end(self, ticket: Ticket, now_ns: int) -> Sequence[Ticket]:
         """A command has run or failed; returns those that are ready because of it."""
         ticket.done_ns = now_ns
+        self.ended += 1
         ticket.after = ()  # a chain of finished commands would never be freed
         return self._let_go(ticket, now_ns)
 

@@ -117,6 +117,9 @@ class ThreadEngine:
                 self._wake(ticket)
         return ticket
 
+    def ended(self) -> int:
+        return self._board.ended
+
     def poll(self, ticket: Ticket) -> bool:
         if ticket.done_ns >= 0 and ticket.error is not None:
             raise ticket.error

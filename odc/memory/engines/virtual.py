@@ -128,6 +128,11 @@ class VirtualEngine:
             self._changed.append(self._runs[ticket.line])  # type: ignore[index]
         return ticket
 
+    def ended(self) -> int:
+        if self._changed:
+            self._settle()
+        return self._board.ended
+
     def poll(self, ticket: Ticket) -> bool:
         if self._changed:
             self._settle()
