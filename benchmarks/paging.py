@@ -98,19 +98,33 @@ def visits(share: float, r: float, moves: int) -> list[Visit]:
 
 
 def _residency_at_passes(pager: Pager) -> list[Residency]:
-    """What each pass finds; what is on its way counts as there, to the benefit of the best."""
+    """What each pass finds.
+
+    A transfer that runs counts as done, to the benefit of the best. One that is queued has not
+    begun: a page that waits to be loaded is absent, one that waits to be stored is dirty and has
+    its frames.
+    """
     found: list[Residency] = []
     begin_pass = pager.begin_pass
 
     def noted(ctx: int, tokens: int = 0) -> None:
-        table = pager.table
-        here = (PageState.RESIDENT, PageState.LOADING)
-        resident = np.array([state in here for state in table.state])
-        found.append(Residency(resident, np.frombuffer(bytes(table.is_dirty), bool) & resident))
+        found.append(_residency(pager))
         begin_pass(ctx, tokens)
 
     pager.begin_pass = noted  # type: ignore[method-assign]
     return found
+
+
+def _residency(pager: Pager) -> Residency:
+    table, transfers = pager.table, pager.transfers
+    resident = np.array([state == PageState.RESIDENT for state in table.state])
+    for page, ticket in transfers.loading.items():
+        resident[page] = ticket.started
+    dirty = np.frombuffer(bytes(table.is_dirty), bool) & resident
+    for page, storing in transfers.storing.items():
+        resident[page] = True
+        dirty[page] = not storing.ticket.started
+    return Residency(resident, dirty)
 
 
 def visit_table(moves: int) -> Iterator[str]:
