@@ -24,6 +24,7 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.pager import Pager
 from odc.memory.pages import PageState
 from odc.memory.replay import Accesses, Residency, best_found, budget_for, link_for, synthetic
+from odc.memory.replay.accesses import Moving
 from odc.memory.replay.simulate import virtual_drive
 from odc.memory.replay.synthetic import find
 from odc.train.policies import make_policy
@@ -100,9 +101,8 @@ def visits(share: float, r: float, moves: int) -> list[Visit]:
 def _residency_at_passes(pager: Pager) -> list[Residency]:
     """What each pass finds.
 
-    A transfer that runs counts as done, to the benefit of the best. One that is queued has not
-    begun: a page that waits to be loaded is absent, one that waits to be stored is dirty and has
-    its frames.
+    Of queued transfers nothing has happened: a page that waits to be loaded is absent, one that
+    waits to be stored is dirty and has its frames.
     """
     found: list[Residency] = []
     begin_pass = pager.begin_pass
@@ -118,13 +118,18 @@ def _residency_at_passes(pager: Pager) -> list[Residency]:
 def _residency(pager: Pager) -> Residency:
     table, transfers = pager.table, pager.transfers
     resident = np.array([state == PageState.RESIDENT for state in table.state])
+    dirty = np.frombuffer(bytes(table.is_dirty), bool) & resident
+    left_ns, moving = transfers.engine.left_ns, {}
     for page, ticket in transfers.loading.items():
         resident[page] = ticket.started
-    dirty = np.frombuffer(bytes(table.is_dirty), bool) & resident
+        if ticket.started:
+            moving["loading"] = Moving(page, left_ns(ticket))
     for page, storing in transfers.storing.items():
         resident[page] = True
         dirty[page] = not storing.ticket.started
-    return Residency(resident, dirty)
+        if storing.ticket.started:
+            moving["storing"] = Moving(page, left_ns(storing.ticket))
+    return Residency(resident, dirty, **moving)
 
 
 def visit_table(moves: int) -> Iterator[str]:
