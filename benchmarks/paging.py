@@ -117,6 +117,7 @@ def _residency_at_passes(pager: Pager) -> list[Residency]:
 
 def _residency(pager: Pager) -> Residency:
     table, transfers = pager.table, pager.transfers
+    transfers.poll()
     resident = np.array([state == PageState.RESIDENT for state in table.state])
     dirty = np.frombuffer(bytes(table.is_dirty), bool) & resident
     left_ns, moving = transfers.engine.left_ns, {}
