@@ -117,7 +117,9 @@ class _Program:
 
     def __init__(self, passes: Sequence[tuple[Place, ...]], capacity: int, ticks: int, unit: int):
         self.passes, self.capacity, self.ticks, self.unit = passes, capacity, ticks, unit
-        self.pages = sorted({p for places in passes for place in places for p, _ in place if p >= 0})
+        self.pages = sorted(
+            {p for places in passes for place in places for p, _ in place if p >= 0}
+        )
         self.known: dict[_State, float] = {}
 
     def begin(self, passes: int, here: int, coming: int = -1, load: int = 0) -> float:
