@@ -127,7 +127,7 @@ class Transfers:
         return max(self._in_busy_until_ns - self.engine.now_ns(), 0.0)
 
     def stored_ns(self, store: float) -> dict[int, float]:
-        """By page that is being stored, about how long it is until that ends; ``store``: ns a byte."""
+        """By page that is stored, about the time until that ends; ``store``: ns a byte."""
         found, ahead = {}, 0
         for page in self.storing:
             ahead += self.table.pages[page].home_bytes

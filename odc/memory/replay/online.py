@@ -99,7 +99,7 @@ class _State:
         used: pages that this pass has used or, in backward, will use again, in order.
         here: pages that are there, as bits.
         coming: page that is being loaded, -1 for none.
-        load, compute: ticks until that and the computation ends; compute is -1 for a use that waits.
+        load, compute: ticks until that and the computation end; compute is -1 for a use that waits.
     """
 
     passes: int

@@ -71,7 +71,7 @@ class Player:
                     self.chance[page], self.place_of[page] = chance, at
             share = sum(chance for page, chance in place if page >= 0)
             self.before.append(self.before[-1] + share)
-        self.doubt = [max(c, 1e-3) ** -rule.doubt for c in self.chance]
+        self.doubt: list[float] = [max(c, 1e-3) ** -rule.doubt for c in self.chance]
         self.ahead = sorted(range(model.num_pages), key=lambda p: (self.place_of[p], p))
 
     def copy(self) -> Player:

@@ -1,6 +1,8 @@
 """What policies reach that do not know what a pass will use, against every policy there is."""
 
 import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
 
@@ -22,70 +24,82 @@ from odc.memory.replay.synthetic import Shape
 BRANCHES = ((0, 1.0),), ((1, 0.5), (2, 0.5)), ((3, 1.0),)
 
 
-def tick_by_tick(model: Model, passes: int) -> float:
+@dataclass(frozen=True)
+class Device:
+    """What is there, and what moves: a page and the ticks left."""
+
+    here: frozenset[int] = frozenset()
+    line: tuple[int, int] | None = None
+
+    def tick(self) -> "Device":
+        if self.line is None:
+            return self
+        page, left = self.line
+        if left == 1:
+            return Device(self.here | {page})
+        return Device(self.here, (page, left - 1))
+
+
+class TickByTick:
     """The least expected ticks, by deciding at every tick; a computation is one of them.
 
     A pass is drawn place by place, when the use before has ended; there are no events. Only that a
     use that waits is loaded for first is taken over from ``least_expected``.
     """
-    pages, ticks, places = range(model.num_pages), int(model.load), model.places
 
-    @cache
-    def begin(left: int, here: frozenset[int], line: tuple[int, int] | None) -> float:
-        return draw(left, 0, (), here, line) if left else 0.0
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.draw = cache(self._draw)  # type: ignore[method-assign]
+        self.wait = cache(self._wait)  # type: ignore[method-assign]
 
-    @cache
-    def draw(left, at, used, here, line) -> float:  # type: ignore[no-untyped-def]
-        if at == len(places):
-            return back(left, used, here, line)
-        return sum(
-            chance
-            * (
-                draw(left, at + 1, used, here, line)
-                if page == NOTHING
-                else wait(left, at, (*used, page), True, here, line)
-            )
-            for page, chance in places[at]
-        )
+    def begin(self, left: int, device: Device) -> float:
+        return self.draw(left, 0, (), device) if left else 0.0
 
-    def back(left, used, here, line) -> float:  # type: ignore[no-untyped-def]
-        if not used:
-            return begin(left - 1, here, line)
-        return wait(left, -1, used, False, here, line)
-
-    @cache
-    def wait(left, at, used, forward, here, line) -> float:  # type: ignore[no-untyped-def]
-        """The use of the last page of ``used`` waits or begins; then one tick goes by."""
-        runs = used[-1] in here
-        found = []
-        for chosen, rest in options(here, line, used[-1] if runs else -1):
-            after = rest
-            moved = None if chosen is None else (chosen[0], chosen[1] - 1)
-            if moved is not None and not moved[1]:
-                after, moved = rest | {moved[0]}, None
-            if not runs:
-                if line is None and (chosen is None or chosen[0] != used[-1]):
-                    continue
-                found.append(1 + wait(left, at, used, forward, after, moved))
-            elif forward:
-                found.append(1 + draw(left, at + 1, used, after, moved))
+    def _draw(self, left: int, at: int, used: tuple[int, ...], device: Device) -> float:
+        """What the place ``at`` draws, and all that follows."""
+        if at == len(self.model.places):
+            return self.back(left, used, device)
+        total = 0.0
+        for page, chance in self.model.places[at]:
+            if page == NOTHING:
+                total += chance * self.draw(left, at + 1, used, device)
             else:
-                found.append(1 + back(left, used[:-1], after, moved))
+                total += chance * self.wait(left, at, (*used, page), device)
+        return total
+
+    def back(self, left: int, used: tuple[int, ...], device: Device) -> float:
+        return self.wait(left, -1, used, device) if used else self.begin(left - 1, device)
+
+    def _wait(self, left: int, at: int, used: tuple[int, ...], device: Device) -> float:
+        """The use of the last page of ``used`` waits or computes for a tick; -1: in backward."""
+        runs = used[-1] in device.here
+        if not runs:
+            return 1 + min(
+                self.wait(left, at, used, chosen.tick())
+                for chosen in self.choices(device, used[-1:], -1)
+                if chosen.line is not None
+            )
+        found = []
+        for chosen in self.choices(device, range(self.model.num_pages), used[-1]):
+            after = chosen.tick()
+            if at >= 0:
+                found.append(1 + self.draw(left, at + 1, used, after))
+            else:
+                found.append(1 + self.back(left, used[:-1], after))
         return min(found)
 
-    def options(here, line, pinned):  # type: ignore[no-untyped-def]
-        if line is not None:
-            return [(line, here)]
-        made = [(None, here)]
+    def choices(self, device: Device, pages: Iterable[int], pinned: int) -> Iterator[Device]:
+        yield device
+        if device.line is not None:
+            return
         for page in pages:
-            if page in here:
+            line = (page, int(self.model.load))
+            if page in device.here:
                 continue
-            if len(here) < model.capacity:
-                made.append(((page, ticks), here))
-            made += [((page, ticks), here - {out}) for out in here if out != pinned]
-        return made
-
-    return begin(passes, frozenset(), None)
+            if len(device.here) < self.model.capacity:
+                yield Device(device.here, line)
+            for out in device.here - {pinned}:
+                yield Device(device.here - {out}, line)
 
 
 @pytest.mark.parametrize("load", [1, 2, 3])
@@ -94,7 +108,7 @@ def test_the_least_expected_time_is_what_deciding_at_every_tick_gives(places, lo
     for capacity in (1, 2):
         model = Model(places, capacity, load)
         found = least_expected(model, 2, ticks_per_unit=1)
-        assert found == pytest.approx(tick_by_tick(model, 2), abs=1e-9)
+        assert found == pytest.approx(TickByTick(model).begin(2, Device()), abs=1e-9)
 
 
 def test_knowing_all_draws_it_is_the_best_schedule_that_is_found() -> None:
