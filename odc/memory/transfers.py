@@ -263,6 +263,8 @@ class Transfers:
         num_bytes = self.table.pages[page].home_bytes if ticket.kind == CommandKind.LOAD else 0
         self.in_flight_bytes -= num_bytes
         self.bytes_in -= num_bytes
+        if num_bytes and self.bytes_per_ns:
+            self._in_busy_until_ns -= num_bytes / self.bytes_per_ns
         evicting = page in self._evicting
         self.table.set_state(page, PageState.EVICTING if evicting else PageState.HOME)
         self._unbook(page)

@@ -386,3 +386,15 @@ def test_where_stores_queue_the_page_that_is_gone_sooner_goes_first() -> None:
     assert list(room.victims(0.0).first())[:3] == [1, 2, 0]  # 99 / 2, 40, 100 / 3
     s.settle()
     assert list(room.victims(0.0).first())[:3] == [0, 1, 2]
+
+
+def test_the_way_in_is_not_busy_with_what_was_cancelled() -> None:
+    s = Setup(5, 4)
+    s.use(0)  # a rate is known
+    for page in (1, 2, 3):
+        s.transfers.load(page, -1)
+    s.engine.advance(PAGE_NS // 2)
+    assert s.transfers.in_busy_ns == pytest.approx(2.5 * PAGE_NS)
+    while s.transfers.cancel_one_prefetch():
+        pass
+    assert s.transfers.in_busy_ns == pytest.approx(0.5 * PAGE_NS)
