@@ -7,7 +7,8 @@ default policy and of LRU with the next four pages, over the window bound and ov
 schedule that a search found. Measured steps start from an emptied device, after the warm-up.
 
 W4 is judged visit by visit too: the first pass of each visit to a context against the best schedule
-found from the residency it found.
+found from the residency it found. W5 is also held against policies that do not know which layers a
+pass will use, as the pager does not; the best schedule does.
 """
 
 from __future__ import annotations
@@ -24,15 +25,24 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.pager import Pager
 from odc.memory.pages import PageState
 from odc.memory.replay import Accesses, Residency, best_found, budget_for, link_for, synthetic
+from odc.memory.replay.accesses import Moving
+from odc.memory.replay.online import Model, places_of, used_groups
+from odc.memory.replay.rollout import reached
 from odc.memory.replay.simulate import virtual_drive
-from odc.memory.replay.synthetic import find
+from odc.memory.replay.synthetic import Shape, find
 from odc.train.policies import make_policy
 from odc.train.run_dir import machine
-from odc.train.simulation import find_floors, made_case, make_setting, run_policy
+from odc.train.simulation import SimRow, find_floors, made_case, make_setting, run_policy
 
 WORKLOADS = "W1,W1a,W1r,W2,W2s,W3,W4,W5p10,W5p20,W5p30,W5b"
 SHARES = (0.25, 0.5, 0.75)
 RATIOS = (0.5, 1.0, 1.5, 2.0, 3.0)
+_STEPS_FOR_CHANCES = 300
+UNKNOWN = """\
+W5 beside policies that do not know which layers a pass will use (`odc.memory.replay.rollout`, with
+the true chances): elapsed over theirs (bold), over the best schedule found, which knows, and
+theirs over that (in brackets)."""
+FIRST_PASSES = "First passes of visits to a context in W4, over the best found from there:"
 OURS, BASE = "cost_aware+popularity", "lru+next_k"
 
 
@@ -46,8 +56,11 @@ class Visit:
     best_found_s: float
 
 
-def table(names: list[str], moves: int) -> Iterator[str]:
-    """Rows, one a workload and a share; the columns are the link ratios."""
+Rows = dict[tuple[str, float, float], SimRow]  # of the default policy, by workload, C and r
+
+
+def table(names: list[str], moves: int, rows: Rows) -> Iterator[str]:
+    """Rows, one a workload and a share; the columns are the link ratios. Fills ``rows``."""
     heads = " | ".join(f"r {r:g}" for r in RATIOS)
     yield f"| workload, C | {heads} |"
     yield "|---" * (len(RATIOS) + 1) + "|"
@@ -58,12 +71,35 @@ def table(names: list[str], moves: int) -> Iterator[str]:
             for r in RATIOS:
                 setting = make_setting(case, budget=share, r=r)
                 floors = find_floors(case, setting, moves=moves, seed=0, lp=False)
-                ours = run_policy(case, setting, OURS, floors)
+                ours = rows[name, share, r] = run_policy(case, setting, OURS, floors)
                 base = run_policy(case, setting, BASE, floors)
                 best = ours.best_found_s or float("nan")
                 cells.append(
                     f"**{ours.elapsed_s / best:.3f}** {ours.elapsed_s / ours.window_bound_s:.3f} "
                     f"({base.elapsed_s / best:.2f})"
+                )
+            yield f"| {name} {share:g} | {' | '.join(cells)} |"
+
+
+def unknown_table(rows: Rows) -> Iterator[str]:
+    """The same for W5, beside what policies reach that do not know the draws."""
+    yield f"| workload, C | {' | '.join(f'r {r:g}' for r in RATIOS)} |"
+    yield "|---" * (len(RATIOS) + 1) + "|"
+    for name in sorted({name for name, _, _ in rows if name.startswith("W5")}):
+        case = made_case(name, seed=0, warm_up=None, steps=None)
+        places = places_of(synthetic(name, steps=_STEPS_FOR_CHANCES))
+        drawn = used_groups(case.measured)
+        for share in SHARES:
+            cells = []
+            for r in RATIOS:
+                row = rows[name, share, r]
+                pages = row.budget_bytes // Shape().page_bytes
+                unit_s = row.compute_s / (2 * sum(len(used) for used in drawn))
+                online_s = reached(Model(places, pages, r), drawn) * unit_s
+                best = row.best_found_s or float("nan")
+                cells.append(
+                    f"**{row.elapsed_s / online_s:.3f}** {row.elapsed_s / best:.3f} "
+                    f"({online_s / best:.3f})"
                 )
             yield f"| {name} {share:g} | {' | '.join(cells)} |"
 
@@ -98,19 +134,38 @@ def visits(share: float, r: float, moves: int) -> list[Visit]:
 
 
 def _residency_at_passes(pager: Pager) -> list[Residency]:
-    """What each pass finds; what is on its way counts as there, to the benefit of the best."""
+    """What each pass finds.
+
+    Of queued transfers nothing has happened: a page that waits to be loaded is absent, one that
+    waits to be stored is dirty and has its frames.
+    """
     found: list[Residency] = []
     begin_pass = pager.begin_pass
 
     def noted(ctx: int, tokens: int = 0) -> None:
-        table = pager.table
-        here = (PageState.RESIDENT, PageState.LOADING)
-        resident = np.array([state in here for state in table.state])
-        found.append(Residency(resident, np.frombuffer(bytes(table.is_dirty), bool) & resident))
+        found.append(_residency(pager))
         begin_pass(ctx, tokens)
 
     pager.begin_pass = noted  # type: ignore[method-assign]
     return found
+
+
+def _residency(pager: Pager) -> Residency:
+    table, transfers = pager.table, pager.transfers
+    transfers.poll()
+    resident = np.array([state == PageState.RESIDENT for state in table.state])
+    dirty = np.frombuffer(bytes(table.is_dirty), bool) & resident
+    left_ns, moving = transfers.engine.left_ns, {}
+    for page, ticket in transfers.loading.items():
+        resident[page] = ticket.started
+        if ticket.started:
+            moving["loading"] = Moving(page, left_ns(ticket))
+    for page, storing in transfers.storing.items():
+        resident[page] = True
+        dirty[page] = not storing.ticket.started
+        if storing.ticket.started:
+            moving["storing"] = Moving(page, left_ns(storing.ticket))
+    return Residency(resident, dirty, **moving)
 
 
 def visit_table(moves: int) -> Iterator[str]:
@@ -141,11 +196,14 @@ def main() -> None:
         f"`{BASE}` over the best found (in brackets).",
         "",
     ]
-    for part in (
-        table(args.workload.split(","), args.moves),
-        ["", "First passes of visits to a context in W4, over the best found from there:", ""],
-        visit_table(args.moves) if "W4" in args.workload.split(",") else [],
-    ):
+    rows: Rows = {}
+    names = args.workload.split(",")
+    parts = [table(names, args.moves, rows)]
+    if any(name.startswith("W5") for name in names):
+        parts += [iter(["", *UNKNOWN.splitlines(), ""]), unknown_table(rows)]
+    if "W4" in names:
+        parts += [iter(["", FIRST_PASSES, ""]), visit_table(args.moves)]
+    for part in parts:
         for line in part:
             print(line, flush=True)
             lines.append(line)

@@ -7,7 +7,7 @@ in use, from an event to another. Between a use and the next of the same page it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from odc.memory.events import Kind
@@ -53,6 +53,21 @@ class Rates:
     store: float
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run begins with.
+
+    Attributes:
+        resident: pages that are there, or on their way in.
+        load_ns: time for which the way in is still busy.
+        stored_ns: of pages that are being stored, the time until that has ended.
+    """
+
+    resident: Sequence[int]
+    load_ns: float = 0.0
+    stored_ns: Mapping[int, float] = field(default_factory=dict)
+
+
 class Cycle:
     """Passes as events and uses: a cycle that goes on for ever, or a run from what is resident.
 
@@ -61,7 +76,8 @@ class Cycle:
         orders: recorded orders of the passes, none of which visits a set.
         num_frames: capacity.
         rates: of the lines.
-        resident: what is resident at the beginning of a run; None for a cycle.
+        start: what a run begins with; None for a cycle.
+        chance: that the second order of a run follows the first.
     """
 
     def __init__(
@@ -70,7 +86,8 @@ class Cycle:
         orders: Sequence[RecordedOrder],
         num_frames: int,
         rates: Rates,
-        resident: Sequence[int] | None = None,
+        start: Start | None = None,
+        chance: float = 1.0,
     ) -> None:
         self.table, self.orders = table, orders
         self.frames = table.frames
@@ -90,12 +107,16 @@ class Cycle:
         self.store_ns = [p.home_bytes * rates.store for p in table.pages]
         self.uses: list[Use] = []
         self.events: list[Event] = []
+        self.chance, self.surely = chance, 0
         for number, order in enumerate(orders):
             self._add_order(number, order)
+            if number == 0 or start is None:
+                self.surely = len(self.events)  # events of passes that surely come
         self.compute_ns = sum(e.compute_ns for e in self.events)
         self.num_uses = len(self.uses)  # real ones; behind them stands what is resident
-        self.cyclic = resident is None
-        self.resident = [p for p in resident or () if p not in pinned]
+        self.cyclic = start is None
+        self.begins_with = start or Start(())
+        self.resident = [p for p in self.begins_with.resident if p not in pinned]
         self._link()
         self.rounds = ROUNDS if self.cyclic else 1
 
@@ -174,7 +195,8 @@ class Cycle:
             following = by_page.get(page, [-1])[0]
             if following >= 0:
                 self.before[following] = len(self.uses)
-            self.uses.append(Use(page, -1, False, bool(self.table.is_dirty[page]), False))
+            dirty = bool(self.table.is_dirty[page]) and page not in self.begins_with.stored_ns
+            self.uses.append(Use(page, -1, False, dirty, False))
             self.before.append(-1)
             self.next.append(following)
             self.start.append(-1)

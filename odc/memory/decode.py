@@ -34,10 +34,15 @@ def decode(cycle: Cycle, keep: Keep, waits: list[int] | None = None) -> tuple[fl
     for turn in range(cycle.rounds):
         if turn == cycle.rounds - 1:
             start = lines.now
-        for event in cycle.events:
+        for event in cycle.events[: cycle.surely]:
             if not lines.run(event, keep, waits):
                 return None
-    return lines.now - start, lines.loads / cycle.rounds
+    elapsed = lines.now - start
+    for event in cycle.events[cycle.surely :]:  # of a pass that may come
+        if not lines.run(event, keep, waits):
+            return None
+    elapsed += cycle.chance * (lines.now - start - elapsed)
+    return elapsed, lines.loads / cycle.rounds
 
 
 class _Lines:
@@ -54,13 +59,16 @@ class _Lines:
         "loads",
         "now",
         "store_ns",
+        "stored_ns",
     )
 
     def __init__(self, cycle: Cycle, room: int) -> None:
         self.cycle = cycle
         self.now = 0.0
-        self.load_ns = 0.0  # the way in is busy until then
-        self.store_ns = 0.0
+        start = cycle.begins_with
+        self.load_ns = start.load_ns  # the way in is busy until then
+        self.stored_ns = start.stored_ns
+        self.store_ns = max(start.stored_ns.values(), default=0.0)
         self.frames_ns = 0.0  # when the last frame that was taken became free
         self.free = room
         self.freed: list[tuple[float, int]] = []
@@ -125,5 +133,7 @@ class _Lines:
             if not use.dies:
                 self.store_ns = max(self.store_ns, self.now) + self.cycle.store_ns[use.page]
                 when = self.store_ns
+        elif use.page in self.stored_ns:
+            when = max(when, self.stored_ns[use.page])
         self.left_ns[use.page] = when
         heapq.heappush(self.freed, (when, self.cycle.frames[use.page]))

@@ -356,6 +356,7 @@ class OrderLibrary:
         self.live: list[Visit] = []
         self.base_ns = 0.0
         self.chain: tuple[int, ...] = ()
+        self.next_chance = 0.0
         self.passes = 0
         self.as_expected = False
         self.divergences: Counter[tuple[int, str]] = Counter()
@@ -388,6 +389,7 @@ class OrderLibrary:
         self.past = [*self.past[-_CONTEXTS_BACK + 1 :], ctx]
         self.as_expected = expected == ctx and not changed
         self.chain = self._expect()
+        self.next_chance = self._chance_of(self.chain[0])
         self.tape = [None] * len(self.tape)
         self.has_run = bytearray(len(self.has_run))
 
@@ -421,6 +423,14 @@ class OrderLibrary:
             chain.append(ctx)
             past = [*past[-_CONTEXTS_BACK + 1 :], ctx]
         return tuple(chain)
+
+    def _chance_of(self, ctx: int) -> float:
+        """P(a context is the next), as often as it was, and once something else."""
+        for length in range(len(self.past), 0, -1):
+            seen = self._followers.get(tuple(self.past[-length:]))
+            if seen:
+                return seen[ctx] / (seen.total() + 1.0)
+        return 0.0
 
     def end_update(self) -> None:
         """The optimizer step is over: no set has a gradient any more."""

@@ -110,6 +110,7 @@ class Pager:
         if not self.library.as_expected:  # loads ahead were for another pass
             while self.transfers.cancel_one_prefetch():
                 pass
+            self.transfers.rescue_all()
         self.room.begin_pass(ctx)
         if self._rehearsal is not None:
             if self.room.planned:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from odc.memory.cycle import Cycle, Rates
+from odc.memory.cycle import Cycle, Rates, Start
 from odc.memory.orders import OrderLibrary, RecordedOrder
 from odc.memory.plan import OrderPrefetcher
 from odc.memory.schedule import Schedule, search
@@ -70,7 +70,8 @@ class Rehearsal:
     def _follow_run(self, transfers: Transfers, rates: Rates | None) -> None:
         """A pass that is no part of a cycle: a schedule for it alone, from what is resident.
 
-        The next pass is rehearsed with it, so that it finds what it needs. Where nothing is
+        The next pass is rehearsed with it, so that it finds what it needs; its time counts as much
+        as it is likely. Where nothing is
         written the rule without a schedule does as well, and does not depend on what comes next.
         """
         library = self.library
@@ -80,8 +81,10 @@ class Rehearsal:
             orders = [order]
             orders += [library.orders[c] for c in library.chain[:1] if self._is_certain(c)]
             table = library.stations.table
+            transfers.rescue_all()
             here = [p for p, absent in enumerate(table.is_absent) if not absent]
-            run = Cycle(table, orders, transfers.num_frames, rates, here)
+            start = Start(here, transfers.in_busy_ns, transfers.stored_ns(rates.store))
+            run = Cycle(table, orders, transfers.num_frames, rates, start, library.next_chance)
             schedule = search(run, work=int(_SHARE * order.total_ns / _USE_NS))
         if schedule is None or order is None:
             self.prefetcher.follow(None, [], [])

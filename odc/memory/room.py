@@ -21,31 +21,42 @@ from odc.memory.plan_sets import UNKNOWN_NS
 from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, VictimQueue
 
-_WRITE_QUEUE_BYTES = 48 * 1024 * 1024  # a line out with so much to write is a bottleneck
 _STRANGE_NS = UNKNOWN_NS / 8
-_WEIGHED = 64  # victims among which clean ones are preferred
+_WEIGHED = 64  # victims that are weighed by when their frames can be had
 
 
-class _CleanFirst:
-    """The front of a queue, dirty pages worth more: their way out costs as well.
+class _SoonFirst:
+    """The front of a queue by when frames can be had: a dirty page's store has to end first.
 
-    A page's use counts as nearer by 1 + weight if it is dirty.
+    A page's use counts as nearer by 1 + its wait, in stores as large as its own.
     """
 
-    def __init__(self, room: Room, weight: float, now: float) -> None:
+    def __init__(self, room: Room, now: float) -> None:
         self._room = room
-        self._weight = weight
         self._now = now
 
     def first(self) -> Iterator[int]:
         room, now = self._room, self._now
         victims = room.queue.first()
         front = list(islice(victims, _WEIGHED))
-        is_dirty, until = room.table.is_dirty, room.scores
-        share = 1.0 / (1.0 + self._weight)
-        front.sort(key=lambda p: (until[p] - now) * (share if is_dirty[p] else 1.0), reverse=True)
+        waits, until = self._waits(front), room.scores
+        front.sort(key=lambda p: (until[p] - now) / (1.0 + waits.get(p, 0.0)), reverse=True)
         yield from front
         yield from victims
+
+    def _waits(self, pages: Sequence[int]) -> dict[int, float]:
+        """By page, for dirty ones: stores until its own has ended."""
+        table, transfers = self._room.table, self._room.transfers
+        queued, ahead = {}, 0
+        for page in transfers.storing:
+            ahead += table.pages[page].home_bytes
+            queued[page] = ahead
+        dirty = [page for page in pages if table.is_dirty[page]]
+        sizes = [table.pages[page].home_bytes for page in dirty]
+        return {
+            page: queued.get(page, ahead + size) / size
+            for page, size in zip(dirty, sizes, strict=True)
+        }
 
 
 class NoRoom(Exception):
@@ -184,15 +195,14 @@ class Room:
         """A page that was to go stays; its time of next use holds."""
         self.queue.push(page, float(self.scores[page]))
 
-    def victims(self, now: float) -> VictimQueue | _CleanFirst:
-        """Evictable pages in order; where writes queue up, clean ones sooner than their turn.
+    def victims(self, now: float) -> VictimQueue | _SoonFirst:
+        """Evictable pages in order; where writes queue up, by when their frames can be had.
 
         Args:
             now: on the plan's clock.
         """
-        weight = min(self.transfers.out_flight_bytes / _WRITE_QUEUE_BYTES, 1.0)
-        if weight and self.planned and not self.scheduled:
-            return _CleanFirst(self, weight, now)
+        if self.transfers.storing and self.planned and not self.scheduled:
+            return _SoonFirst(self, now)
         return self.queue
 
     def evict(self, pages: Sequence[int]) -> None:

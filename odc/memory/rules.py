@@ -92,6 +92,7 @@ class Greedy:
             self.free -= cycle.frames[use.page]
             self.dirty[use.page] = use.dirties
             self._wait_for(use.page, cycle.moment(u, 0, -1))
+        self.line_ns = cycle.begins_with.load_ns
 
     def run(self) -> float | None:
         """Time of a run, or of a cycle once it has settled; None if something never fits."""

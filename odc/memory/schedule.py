@@ -70,6 +70,8 @@ def search(
     best: tuple[float, float] | None = None
     keep: Keep = []
     starts: list[Keep | None] = [Belady(cycle, n * largest).run() for n in _SLACKS]
+    if not cycle.cyclic:
+        starts += [_now_first(cycle, keep) for keep in starts if keep is not None]
     starts.append([False] * len(cycle.uses))  # fits wherever anything does
     before = None
     if last is not None and len(last.keep) == len(cycle.uses):
@@ -89,6 +91,15 @@ def search(
     if before is not None and before[0] <= _AS_GOOD * best[0]:
         return last
     return _schedule(cycle, keep, best)
+
+
+def _now_first(cycle: Cycle, keep: Keep) -> Keep:
+    """A start of a run for which what only the next pass needs leaves at once."""
+    found = keep[:]
+    for u in range(cycle.num_uses, len(cycle.uses)):
+        following = cycle.next[u]
+        found[u] = found[u] and following >= 0 and cycle.start[following] < cycle.surely
+    return found
 
 
 def _improve(

@@ -153,6 +153,14 @@ class Transfers:
             return 0.0
         return max(self._in_busy_until_ns - self.engine.now_ns(), 0.0)
 
+    def stored_ns(self, store: float) -> dict[int, float]:
+        """By page that is stored, about the time until that ends; ``store``: ns a byte."""
+        found, ahead = {}, 0
+        for page in self.storing:
+            ahead += self.table.pages[page].home_bytes
+            found[page] = ahead * store
+        return found
+
     # -- books ---------------------------------------------------------------------------------
 
     def _book(self, page: int, spare: int = 0) -> tuple[Ticket, ...]:
@@ -299,6 +307,8 @@ class Transfers:
         num_bytes = self.table.pages[page].home_bytes if ticket.kind == CommandKind.LOAD else 0
         self.in_flight_bytes -= num_bytes
         self.bytes_in -= num_bytes
+        if num_bytes and self.bytes_per_ns:
+            self._in_busy_until_ns -= num_bytes / self.bytes_per_ns
         evicting = page in self.evicting
         self.table.set_state(page, PageState.EVICTING if evicting else PageState.HOME)
         self._unbook(page)
@@ -344,17 +354,28 @@ class Transfers:
         if ticket is None or self.table.state[page] != PageState.EVICTING or page in self._old:
             return False
         frames = self.table.frames[page]
-        entry = (ticket, frames)
-        if entry not in self._coming or not self.engine.cancel(ticket):
+        coming = sum(n for t, n in self._coming if t is ticket)  # in parts, if some were booked
+        if coming != frames or not self.engine.cancel(ticket):
             return False
-        self._coming.remove(entry)
-        self.coming_frames -= frames
+        self._forget_coming(ticket)
         del self.evicting[page]
         self.table.set_state(page, PageState.RESIDENT)
         self.table.is_evictable[page] = self.table.pins[page] == 0
         self.num_resident += 1
         self._record(None, -1, page, Act.CANCEL, Tier.DEVICE, self.tier_of(page), 0)
         return True
+
+    def rescue_all(self) -> None:
+        """Take back every eviction that can be."""
+        for page in list(self.evicting):
+            if self.rescue(page):
+                self.arrived.append(page)
+
+    def _forget_coming(self, ticket: Ticket) -> None:
+        """The frames that an eviction would have given back do not come."""
+        for entry in [e for e in self._coming if e[0] is ticket]:
+            self._coming.remove(entry)
+            self.coming_frames -= entry[1]
 
     def update(self, page: int, gradient: int, run: Callable[[], None]) -> None:
         """Give parameters and their gradient up, and update them at home.
@@ -565,9 +586,7 @@ class Transfers:
         """A page could not be stored: it has not left its frames."""
         ticket = self.evicting.pop(page)
         self._old.discard(page)
-        for entry in [e for e in self._coming if e[0] is ticket]:
-            self._coming.remove(entry)
-            self.coming_frames -= entry[1]
+        self._forget_coming(ticket)
         self.table.set_state(page, PageState.RESIDENT)
         self.table.is_evictable[page] = self.table.pins[page] == 0
         self.arrived.append(page)

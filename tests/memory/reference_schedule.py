@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from odc.memory.cycle import Cycle, Rates
+from odc.memory.cycle import Cycle, Rates, Start
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.orders import OrderLibrary, RecordedOrder
@@ -68,7 +68,8 @@ class Program:
         return Rates(self.load / FRAME_BYTES, self.store / FRAME_BYTES)
 
     def cycle(self, resident: Sequence[int] | None = None) -> Cycle:
-        return Cycle(self.table, self.orders(), self.frames, self.rates(), resident)
+        start = None if resident is None else Start(resident)
+        return Cycle(self.table, self.orders(), self.frames, self.rates(), start)
 
 
 def place_of_uses(cycle: Cycle) -> list[Leave]:

@@ -401,3 +401,13 @@ def test_a_run_that_keeps_to_its_order_is_told_nothing(caplog: pytest.LogCapture
             for group in reversed(range(4)):
                 go(library, group, Phase.BACKWARD)
     assert told(caplog) == [] and library.diverged == 0
+
+
+def test_the_next_context_is_as_likely_as_it_was_often_and_never_sure() -> None:
+    library = OrderLibrary(stations(1))
+    for ctx in (0, 1, 0, 1, 0, 3, 0, 1):
+        library.begin_pass(ctx)
+        library.visit(0, Phase.FORWARD)
+    library.begin_pass(0)
+    assert library.chain[0] == 1
+    assert 0.0 < library.next_chance < 1.0

@@ -8,13 +8,15 @@ from itertools import product
 
 import pytest
 
-from odc.memory.cycle import Cycle
+from odc.memory.cycle import Cycle, Rates, Start
 from odc.memory.decode import decode
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES
+from odc.memory.orders import OrderLibrary
 from odc.memory.pages import GroupSpec, PageTable
 from odc.memory.rules import Belady
 from odc.memory.schedule import Schedule, search
+from odc.memory.stations import Stations
 from tests.memory.reference_policies import fewest_misses
 from tests.memory.reference_schedule import (
     START,
@@ -69,6 +71,49 @@ def test_a_cycle_takes_as_long_as_on_a_machine_that_runs_it_tick_by_tick(
         keep = [rng.random() < share for _ in cycle.uses]
         expected = run_schedule(program, leaves_of(cycle, keep))
         assert decode(cycle, keep) == (None if expected is None else expected[:2])
+
+
+def test_of_a_run_the_pass_that_may_follow_counts_as_much_as_it_is_likely() -> None:
+    program = random_program(1, 2)
+    cycle = program.cycle([])
+    keep = [False] * len(cycle.uses)
+
+    def time(chance: float) -> float:
+        cycle.chance = chance
+        found = decode(cycle, keep)
+        assert found is not None
+        return found[0]
+
+    assert time(0.0) < time(1.0)
+    assert time(0.25) == pytest.approx(0.75 * time(0.0) + 0.25 * time(1.0))
+
+
+def test_a_run_waits_for_what_the_lines_have_to_do_when_it_begins() -> None:
+    """Everything is loaded; a page of which nothing is needed leaves when its store has ended."""
+    table = PageTable(FRAME_BYTES)
+    for group in range(2):
+        table.add_group(GroupSpec(f"g{group}", FRAME_BYTES, 0, True), {})
+    table.seal()
+    library = OrderLibrary(Stations(table, []))
+    for _ in range(2):
+        library.begin_pass(0)
+        visit = library.visit(0, Phase.FORWARD)
+        visit.note(Kind.PARAMETER, Op.READ, 0)
+        visit.dur_ns = 10.0
+    library.begin_pass(0)
+    (page,), (other,) = table.of(0, Kind.PARAMETER), table.of(1, Kind.PARAMETER)
+    rates = Rates(5.0 / FRAME_BYTES, 5.0 / FRAME_BYTES)
+
+    def time(start: Start, num_frames: int) -> float:
+        cycle = Cycle(table, [library.orders[0]], num_frames, rates, start)
+        found = decode(cycle, [False] * len(cycle.uses))
+        assert found is not None
+        return found[0]
+
+    assert time(Start([]), 1) == 5.0 + 10.0
+    assert time(Start([], load_ns=3.0), 1) == 3.0 + 5.0 + 10.0
+    assert time(Start([other], stored_ns={other: 4.0}), 1) == 4.0 + 5.0 + 10.0
+    assert time(Start([page], stored_ns={page: 4.0}), 1) >= 10.0
 
 
 @pytest.mark.parametrize("seed", range(40))

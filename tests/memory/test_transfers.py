@@ -339,3 +339,62 @@ def test_frames_that_are_back_are_used_before_frames_that_are_not() -> None:
     before = s.engine.now_ns()
     s.use(2)
     assert s.engine.now_ns() - before == PAGE_NS
+
+
+def test_an_eviction_is_taken_back_when_the_load_that_counted_on_part_of_it_is_cancelled() -> None:
+    """Its frames come back in two parts then."""
+    s = Setup(3, 2)
+    for group in (0, 1):
+        s.use(group, Op.WRITE)
+    transfers = s.transfers
+    transfers.num_frames += 1  # the load takes one free frame and one of the page that leaves
+    transfers.free += 1
+    transfers.evict(0)
+    transfers.load(2, -1)
+    assert not transfers.rescue(0)
+    assert transfers.cancel_one_prefetch()
+    transfers.arrived.clear()
+    transfers.rescue_all()
+    assert s.table.state[0] == PageState.RESIDENT
+    assert transfers.arrived == [0]  # may be evicted again
+    s.settle()
+    assert s.stores(0) == 1  # what was being stored went on being stored
+    assert not s.table.is_dirty[0]
+
+
+def test_the_time_until_stores_end_adds_up_in_the_order_of_the_queue() -> None:
+    s = Setup(3, 3)
+    for group in range(3):
+        s.use(group, Op.WRITE)
+    for page in (2, 0):
+        s.transfers.store(page, early=False)
+    assert s.transfers.stored_ns(1.0) == {2: PAGE, 0: 2 * PAGE}
+
+
+def test_where_stores_queue_the_page_that_is_gone_sooner_goes_first() -> None:
+    """Pages 0 and 1 are used equally late; 1 is stored before 0, and 2 is clean but used sooner."""
+    s = Setup(4, 4, wish=[3])
+    for group in (0, 1):
+        s.use(group, Op.WRITE)
+    s.use(2)
+    room, until = s.pager.room, s.pager.prefetcher.until  # type: ignore[union-attr]
+    room.policy.planned = True  # type: ignore[misc]
+    room._take_order()
+    until[:4] = 100.0, 99.0, 40.0, 1.0
+    for page in (1, 0):
+        s.transfers.store(page, early=False)
+    assert list(room.victims(0.0).first())[:3] == [1, 2, 0]  # 99 / 2, 40, 100 / 3
+    s.settle()
+    assert list(room.victims(0.0).first())[:3] == [0, 1, 2]
+
+
+def test_the_way_in_is_not_busy_with_what_was_cancelled() -> None:
+    s = Setup(5, 4)
+    s.use(0)  # a rate is known
+    for page in (1, 2, 3):
+        s.transfers.load(page, -1)
+    s.engine.advance(PAGE_NS // 2)
+    assert s.transfers.in_busy_ns == pytest.approx(2.5 * PAGE_NS)
+    while s.transfers.cancel_one_prefetch():
+        pass
+    assert s.transfers.in_busy_ns == pytest.approx(0.5 * PAGE_NS)

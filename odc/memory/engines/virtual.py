@@ -170,6 +170,16 @@ class VirtualEngine:
             self._changed.append(self._runs[ready.line])  # type: ignore[index]
         return True
 
+    def left_ns(self, ticket: Ticket) -> int:
+        """Time until a command that has begun ends, once its line is at it and stays so."""
+        if self._changed:
+            self._settle()
+        for run in self._all:
+            if run.ticket is ticket:
+                return run.begin_ns + run.total_ns - ticket.dur_ns - self._now
+        run = self._runs[ticket.line]  # type: ignore[index]
+        return int(ticket.page.home_bytes / run.bandwidth * 1e9) - ticket.dur_ns
+
     def dump(self) -> str:
         """The lines in words, for errors."""
         return self._board.dump()

@@ -28,19 +28,30 @@ NO_STEP = -1  # computation between steps: an evaluation, a save
 
 
 @dataclass(frozen=True, slots=True)
+class Moving:
+    """A transfer that runs at the beginning: its page, and the time until it ends."""
+
+    page: int
+    left_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Residency:
     """What is on the device before the first access.
 
     Attributes:
-        resident: (num_pages,) bool.
-        dirty: (num_pages,) bool; only resident pages can be dirty.
+        resident: (num_pages,) bool, a page that is being loaded included.
+        dirty: (num_pages,) bool; only resident pages can be dirty, one that is being stored is not.
         known: False for "anything may be there, all of it clean": what a bound on the middle of a
             run has to assume.
+        loading, storing: what moves. Bounds take it as done, schedules wait for it.
     """
 
     resident: np.ndarray
     dirty: np.ndarray
     known: bool = True
+    loading: Moving | None = None
+    storing: Moving | None = None
 
     @staticmethod
     def cold(num_pages: int) -> Residency:
@@ -127,7 +138,9 @@ class Accesses:
         pages, firsts = np.unique(self.page, return_index=True)
         live = np.ones(self.num_pages, bool)
         live[pages[self.creates[firsts]]] = False
-        return Residency(initial.resident & live, initial.dirty & live, initial.known)
+        moving = [m if m and live[m.page] else None for m in (initial.loading, initial.storing)]
+        resident, dirty = initial.resident & live, initial.dirty & live
+        return Residency(resident, dirty, initial.known, *moving)
 
     def part(self, start: int, stop: int) -> Accesses:
         """Accesses ``start`` to ``stop`` (exclusive); holds that reach in or out are cut."""

@@ -94,7 +94,7 @@ def best_found(
         moves: changes to try.
         seed: of the changes.
         slice_bytes: a load that runs ahead of need gives way at multiples of this.
-        search_tiny: solve tiny runs exactly.
+        search_tiny: solve tiny runs exactly, if nothing moves at the start.
 
     Raises:
         BudgetError: something that is needed at once does not fit.
@@ -116,7 +116,7 @@ def best_found(
     tried = search.improve(moves, bound * (1 + _GAIN))
     optimal = search.schedule.elapsed_s <= bound * (1 + _GAIN)
     found = search.schedule
-    if search_tiny and not optimal:
+    if search_tiny and not optimal and instance.moving == (None, None):
         exact = exact_schedule(instance)
         optimal = exact is not None
         found = exact or found

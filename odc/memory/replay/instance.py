@@ -97,6 +97,7 @@ class Instance:
         self.dies = accesses.dies.tolist()
         self.resident = np.flatnonzero(initial.resident).tolist()
         self.dirty = (initial.resident & initial.dirty).tolist()
+        self.moving = (initial.loading, initial.storing)
         self.begins, self.loaded = self._by_first()
         self.create_frames = [
             sum(self.frames[self.page[hold]] for hold in begun if self.creates[hold])

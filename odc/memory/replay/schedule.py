@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import ceil, inf
 
+from odc.memory.replay.accesses import Moving
 from odc.memory.replay.instance import Choices, Clean, Instance, Keep, Plan
 
 
@@ -91,9 +92,23 @@ class _Run:
             self.free -= instance.frames[page]
             self.state[page] = _RESIDENT
             self._offer(holds + page)
+        self._go_on(*instance.moving)
         first = (instance.next_load[holds + p] for p, s in enumerate(self.state) if s == _ABSENT)
         self.want = [self.order[h] * self.width + h for h in first if h >= 0]
         heapify(self.want)
+
+    def _go_on(self, loading: Moving | None, storing: Moving | None) -> None:
+        """What moves at the beginning."""
+        holds = len(self.instance.page)
+        if loading is not None and self.instance.next_load[holds + loading.page] >= 0:
+            self.state[loading.page], self.gap[loading.page] = _LOADING, -1
+            self.in_hold = self.instance.next_load[holds + loading.page]
+            self.in_end = loading.left_ns / 1e9
+        if storing is not None:
+            self.dirty[storing.page] = True
+            self._offer(holds + storing.page)
+            self.out_page, self.out_gap = storing.page, holds + storing.page
+            self.out_end = storing.left_ns / 1e9
 
     def run(self) -> Schedule:
         last = self.instance.n

@@ -12,6 +12,7 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.plan import OrderPrefetcher
 from odc.memory.replay import Accesses, Link, Residency, best_found, oracle_factory, simulate
 from odc.memory.replay import schedule as schedule_module
+from odc.memory.replay.accesses import Moving
 from odc.memory.replay.best_found import SLICE_BYTES, greedy_plans
 from odc.memory.replay.instance import Choices, Instance, Plan
 from odc.memory.replay.schedule import decode
@@ -254,3 +255,23 @@ def test_a_schedule_needs_a_known_start() -> None:
     run = replace(passes("forward", 4, 1))
     with pytest.raises(OdcError, match=r"known residency.*Residency\.cold"):
         best_found(run, 2, 1e9, 1e9, initial=Residency.unknown(4))
+
+
+def test_what_moves_at_the_start_is_waited_for() -> None:
+    """A load that runs holds up the next one, and a dirty page's frames until it is stored."""
+    accesses = passes("forward", 3, 1)
+    rate = bandwidth(1.0)
+    there = np.array([True, False, False])
+    nothing = np.zeros(3, bool)
+    page_ns = int(accesses.page_bytes[0] / rate * 1e9)
+
+    def elapsed_s(start: Residency, frames: int = 3) -> float:
+        return best_found(accesses, frames, rate, rate, initial=start).elapsed_s
+
+    before = elapsed_s(Residency(there, nothing))
+    coming = elapsed_s(Residency(there, nothing, loading=Moving(0, page_ns)))
+    assert coming - before == pytest.approx(page_ns / 1e9)
+    full = np.array([False, False, True])
+    leaves = elapsed_s(Residency(full, nothing), 1)
+    held = elapsed_s(Residency(full, nothing, storing=Moving(2, page_ns // 2)), 1)
+    assert held - leaves == pytest.approx(page_ns / 2e9)
