@@ -338,6 +338,8 @@ class OrderPrefetcher:
             first: pages that leave at once, for a pass that is no part of a cycle.
         """
         self._first = first
+        if first is not None:  # it knows what is resident, whenever that came
+            self._left = bytearray(len(self._left))
         self._anew = self._anew or schedule is not self._schedule
         self._schedule, self._cycle, self._leaves = schedule, orders, leaves
         self.scheduled = schedule is not None
