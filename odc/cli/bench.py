@@ -50,6 +50,14 @@ def add_parser(commands: Any) -> None:
     fsdp.add_argument(
         "--sizes", metavar="8,16,...", help="MB of a group: measure blocks in place of the models"
     )
+    fsdp.add_argument(
+        "--tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="of a rank's step, for the models; default: 128. Fewer bring out communication where "
+        "a processor has no bf16 arithmetic",
+    )
     fsdp.add_argument("--ranks", type=int, default=2, metavar="N", help="processes; default: 2")
     fsdp.add_argument("--repeats", type=int, default=9, metavar="N", help="steps each; default: 9")
     fsdp.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="write the tables too")
@@ -68,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.ranks < 2 or args.repeats < 1:
         raise UsageError("--ranks must be at least 2 and --repeats at least 1")
+    if not 1 <= args.tokens <= 1 << 16:
+        raise UsageError(f"--tokens must be 1 to 65536, got {args.tokens}")
     if args.output is not None:
         check_output(args.output)
     if args.sizes is not None:
@@ -75,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     tables = {}
     for model in models:
         for dtype in dtypes:
-            tables[model, dtype] = _compare(model, dtype, args.ranks, args.repeats)
+            tables[model, dtype] = _compare(args, model, dtype)
             if not args.json:
                 print("\n".join(_lines(model, dtype, tables[model, dtype])), flush=True)
     if args.json:
@@ -141,32 +151,25 @@ def _ratio(ours: "Measured", other: "Measured") -> str:
     return f"{statistics.median(pairs):.2f}x ({min(pairs):.2f}-{max(pairs):.2f})"
 
 
-def _compare(model: str, dtype: str, ranks: int, repeats: int) -> "list[Measured]":
+def _compare(args: argparse.Namespace, model: str, dtype: str) -> "list[Measured]":
     """odc first, then each way of FSDP2 beside it, then what is null."""
     from odc.train.bench_fsdp import Contender, measure
 
-    ours = Contender("odc", "odc", model, dtype)
-    theirs = [
-        Contender("FSDP2", "fsdp2", model, dtype),
-        Contender("FSDP2, huge pages", "fsdp2", model, dtype, huge_pages=True),
-    ]
+    ours = Contender("odc", "odc", model, dtype, tokens=args.tokens)
+    plain = dataclasses.replace(ours, name="FSDP2", impl="fsdp2")
+    theirs = [plain, dataclasses.replace(plain, name="FSDP2, huge pages", huge_pages=True)]
     if model == "moe":
         theirs += [
-            Contender("FSDP2 per expert", "fsdp2", model, dtype, per_expert=True),
-            Contender(
-                "FSDP2 per expert, huge pages",
-                "fsdp2",
-                model,
-                dtype,
-                per_expert=True,
-                huge_pages=True,
-            ),
+            dataclasses.replace(
+                one, name=one.name.replace("FSDP2", "FSDP2 per expert"), per_expert=True
+            )
+            for one in theirs
         ]
     found: list[Measured] = []
     for other in theirs:
         null = dataclasses.replace(other, name=f"{other.name}, null", null=True)
         null_ours = dataclasses.replace(ours, name="odc, null", null=True)
-        found += measure([ours, other, null_ours, null], ranks, repeats)
+        found += measure([ours, other, null_ours, null], args.ranks, args.repeats)
     return found
 
 
@@ -196,7 +199,8 @@ def _lines(model: str, dtype: str, rows: "Sequence[Measured]") -> list[str]:
 def _setting(args: argparse.Namespace) -> str:
     from odc.train.run_dir import machine
 
-    return f"{json.dumps(machine())}; {args.repeats} steps each, in turn; medians."
+    of = "" if args.sizes else f" of {args.tokens} tokens a rank"
+    return f"{json.dumps(machine())}; {args.repeats} steps{of} each, in turn; medians."
 
 
 def _write(path: Path, text: str, mode: str) -> None:

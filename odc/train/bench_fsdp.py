@@ -38,6 +38,7 @@ class Contender:
         model: `dense`, `moe`, or `blocks`.
         dtype: `fp32`, or `bf16` with reductions in fp32.
         group_bytes: of a group's parameters in fp32, for `blocks`.
+        tokens: of a rank's step, for `dense` and `moe`.
         per_expert: every expert is a unit of its own.
         huge_pages: `THP_MEM_ALLOC_ENABLE` for torch's allocator.
         null: the collectives move nothing.
@@ -48,6 +49,7 @@ class Contender:
     model: str
     dtype: str
     group_bytes: int = 0
+    tokens: int = 128
     per_expert: bool = False
     huge_pages: bool = False
     null: bool = False
@@ -170,7 +172,7 @@ def _transformer(contender: Contender, generator: Any) -> tuple[Any, Any, Any, A
     counts = _shard(model, contender)
 
     def loss_of(model: Any) -> Any:
-        tokens = torch.randint(0, 8192, (1, 129), generator=generator)
+        tokens = torch.randint(0, 8192, (1, contender.tokens + 1), generator=generator)
         logits = model(tokens[:, :-1])
         logits = logits[0] if isinstance(logits, tuple) else logits
         return torch.nn.functional.cross_entropy(
