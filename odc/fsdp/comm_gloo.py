@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from odc.fsdp.comm import (
+    CommError,
     CommOptions,
     GroupComm,
     Message,
@@ -121,6 +122,14 @@ class _GlooWork(TimedWork):
         super().__init__(comm, message)
         self._gloo, self._transfers, self._job, self._fold = comm, transfers, job, fold
 
+    def __del__(self) -> None:
+        """Given up by whoever asked, it is under way all the same, and keeps its memory.
+
+        Gloo would take a transfer back whose memory goes, and nothing after it would arrive.
+        """
+        if not getattr(self, "settled", True):
+            self._gloo.given_up.append(self)
+
     def complete(self) -> None:
         """Wait for the reduction, then for what this rank receives and sends."""
         try:
@@ -171,6 +180,7 @@ class GlooComm(GroupComm):
 
     Attributes:
         failed: the first failure; there is no way back from it.
+        given_up: works that nobody can wait for any more; the next call does.
     """
 
     gathers_after = True
@@ -181,6 +191,7 @@ class GlooComm(GroupComm):
         super().__init__(ranks, group.rank(), options)
         self.group = group
         self.failed: PeerError | None = None
+        self.given_up: list[Work] = []
         self._timeout = timedelta(seconds=options.timeout_s)
         self._sequence = 0
         self._reducing: list[_GlooWork] = []  # nobody has waited for them yet
@@ -244,7 +255,7 @@ class GlooComm(GroupComm):
         parts = slices(buffer, self.size, "reduce_scatter")
         own = parts[self.rank]
         reduction = Reduction("sum", divide_by, dtype)
-        target = own if out is None else out.detach()
+        target = own if out is None else out.detach() if out.requires_grad else out
         check_reduction(reduction, own, target)
         job = Job(own, target, reduction, self._tag("reduce_scatter", buffer))
         moved = (self.size - 1) * own.nbytes
@@ -342,6 +353,9 @@ class GlooComm(GroupComm):
 
         They would otherwise read a message of another size, which ends the process in gloo.
         """
+        while self.given_up:
+            with contextlib.suppress(CommError):  # told by the call that follows
+                self.given_up.pop().wait()
         self._sequence = (self._sequence + 1) % (1 << 16)
         call = zlib.crc32(f"{op} {tensor.numel()} {tensor.dtype}".encode()) % (1 << 14)
         return _TAG_BASE | self._sequence << 14 | call

@@ -153,6 +153,13 @@ class DBuffer:
             part.gradient_slice = torch.zeros_like(part.local)
         return part.gradient_slice
 
+    def slices_are_held(self) -> bool:
+        """Whether a tensor besides our own looks at a slice of reduced gradients."""
+        return any(
+            part.gradient_slice is not None and _uses(part.gradient_slice) > 1
+            for part in self.parts
+        )
+
     def _shaped(self, flat: torch.Tensor, place: Placement) -> torch.Tensor:
         return flat[place.offset : place.end].view(place.tensor.shape)
 
@@ -274,3 +281,9 @@ class DBuffer:
     def gradient_bytes(self) -> int:
         """Bytes of the gradient buffers."""
         return sum(part.gradient.tensor.nbytes for part in self.parts)
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """Tensors that look at the storage of one, itself included."""
+    storage = tensor.untyped_storage()  # counts as one, and so does what Python knows it by
+    return torch._C._storage_Use_Count(storage._cdata) - 1

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from odc.fsdp.dbuffer import DBuffer
 from odc.fsdp.ragged import RaggedShard, RaggedTensor
+from odc.fsdp.ragged_ops import new_dtensor
 from odc.fsdp.storage import GatherPool
 from odc.fsdp.wrap import Place
 from odc.memory.events import Phase
@@ -129,7 +130,6 @@ class ShardedGroup:
         )
         self.sharded = [self._shard(number) for number in range(len(places))]
         self.unsharded = [self._unshard(number) for number in range(len(places))]
-        self._gradients: list[RaggedTensor | None] = [None] * len(places)
         self.take_gradient: Callable[[ShardedGroup, int], None] | None = None  # the runtime's
         for place in places:  # the full values are not kept
             place.parameter = _described(place.parameter, place.parameter.dtype)
@@ -266,7 +266,6 @@ class ShardedGroup:
         for own, dtype in zip(self.places, dtypes, strict=True):
             own.parameter = _described(own.parameter, dtype)
         self.unsharded = [self._unshard(number) for number in range(len(self.places))]
-        self._gradients = [None] * len(self.places)
 
     # -- gathering -------------------------------------------------------------------------------
 
@@ -301,8 +300,8 @@ class ShardedGroup:
         parameter = self.unsharded[number]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        fresh = self.behaviour.requires_sync and all(p.grad is None for p in self.sharded)
-        self.buffer.take_gradients(fresh)
+        if not self.buffer.has_gradients:
+            self.buffer.take_gradients(self.behaviour.requires_sync and self.slices_are_free())
         view = self.buffer.gradient_view(self._fqn(number))
         if self.has_gradient[number]:
             view.add_(gradient)
@@ -310,6 +309,13 @@ class ShardedGroup:
             view.copy_(gradient)
         self.has_gradient[number] = True
         self.received.add(number)
+
+    def slices_are_free(self) -> bool:
+        """Whether nobody sees the slices of reduced gradients: they may be written over.
+
+        A gradient that no parameter has any more may be kept by somebody else.
+        """
+        return all(p.grad is None for p in self.sharded) and not self.buffer.slices_are_held()
 
     def fill_gradients(self) -> list[int]:
         """Zeros where a parameter got none; returns the parameters that have one."""
@@ -329,19 +335,20 @@ class ShardedGroup:
             reduced: slices to add to gradients that are there already; `None`: the group's own
                 gradient slices hold what is new.
         """
+        free = self.slices_are_free()
         for number in present:
             parameter = self.sharded[number]
+            local = self.buffer.gradient_shard(self._fqn(number))
             if reduced is not None:
                 place = self.plan.placements[number]
                 new = self.buffer._own(reduced[place.buffer], place)
                 if isinstance(parameter.grad, RaggedTensor):
                     parameter.grad.to_local().add_(new)
                     continue
-                self.buffer.gradient_shard(self._fqn(number)).copy_(new)
-            if self._gradients[number] is None:
-                local = self.buffer.gradient_shard(self._fqn(number))
-                self._gradients[number] = self._wrap(number, local)
-            parameter.grad = self._gradients[number]
+                local = local.copy_(new) if free else new.to(parameter.dtype)
+            assert isinstance(parameter, RaggedTensor)
+            spec = parameter._spec
+            parameter.grad = new_dtensor(RaggedTensor, local, spec, requires_grad=False)
 
     def drop_gradients(self) -> None:
         """An unreduced gradient is dead."""

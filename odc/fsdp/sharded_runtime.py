@@ -412,7 +412,7 @@ class ShardedRuntime(Passes):
         comm, replicas = self.comms[id(group.mesh)]
         buffer = group.buffer
         dtypes = [buffer.reduce_dtype or part.incoming.tensor.dtype for part in buffer.parts]
-        fresh = all(parameter.grad is None for parameter in group.sharded) and all(
+        fresh = group.slices_are_free() and all(
             dtype == part.local.dtype for dtype, part in zip(dtypes, buffer.parts, strict=True)
         )
         outputs = [

@@ -6,6 +6,8 @@ The reference is one process that sees the data of all ranks, or torch's own FSD
 from __future__ import annotations
 
 import copy
+import gc
+import time
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import odc
 from odc.fsdp import dbuffer
 from odc.fsdp.ragged import RaggedTensor
+from odc.fsdp.sharded_runtime import comm_of
 from tests.fsdp.claims import Entry, World, registry
 
 CLAIMS: dict[str, Entry] = {}
@@ -592,6 +595,48 @@ def an_exception_in_backward_is_forgotten_after_zero_grad(world: World) -> None:
     model = Net()
     mine = sharded(world, model)
     assert same_data_losses(world, mine, step) == same_data_losses(world, model, step)
+
+
+@claim(2)
+def a_gradient_that_somebody_keeps_does_not_change(world: World) -> None:
+    """Slices that only a parameter showed are written over, those that are kept are not."""
+    for size, precision in ((37, None), (700, None), (37, torch.float64)):
+        torch.manual_seed(1)
+        model = nn.Sequential(Block(size, size), nn.Linear(size, 3))
+        policy = MixedPrecisionPolicy(reduce_dtype=precision)
+        for layer in model:
+            odc.fully_shard(layer, mesh=world.mesh, mp_policy=policy)
+        odc.fully_shard(model, mesh=world.mesh, mp_policy=policy)
+        addresses = []
+        for keep in (lambda g: g, lambda g: g.to_local(), lambda g: g.to_local()[:1], None, None):
+            model(torch.randn(2, size)).square().sum().backward()
+            grads = [p.grad for p in model.parameters()]
+            addresses.append([g.to_local().data_ptr() for g in grads])
+            values = [g.to_local().clone() for g in grads]
+            kept = [keep(g) for g in grads] if keep else []
+            del grads
+            model.zero_grad()
+            model(torch.randn(2, size)).square().sum().backward()
+            model.zero_grad()
+            for one, value in zip(kept, values, strict=False):
+                held = one.to_local() if isinstance(one, RaggedTensor) else one
+                assert torch.equal(held, value[: held.numel()])
+            kept = one = held = None
+        assert addresses[0] == addresses[-1], "nobody keeps one any more"
+
+
+@claim(2)
+def a_gather_that_nobody_waits_for_delays_no_other(world: World) -> None:
+    model = nn.Sequential(nn.Linear(2000, 2000))
+    odc.fully_shard(model, mesh=world.mesh)
+    if world.rank == 1:
+        time.sleep(0.3)  # the other rank has dropped its model when this rank's bytes come
+    model.unshard(async_op=True)
+    del model
+    gc.collect()
+    rank = torch.full((1,), float(world.rank))
+    comm_of(world.mesh.get_group(), torch.device("cpu")).all_reduce(rank).wait()
+    assert rank == 1
 
 
 @claim(4)
