@@ -8,11 +8,11 @@ A process that may not have more than 4 GB of memory trains a transformer of 6 G
 * the peak of its resident size (`VmHWM`), which must stay below the ceiling, and
 * the time of a step against `max(compute, bytes read / read rate + bytes written / write rate)`,
   with the rates of this disk measured before and after the steps, in the same process. Compute is
-  the step without waiting for pages. The contract is a step of at most that divided by 0.85.
+  the step without waiting for pages. What is asked is a step of at most that divided by 0.85.
 * the bytes moved against those of the best schedule that a search finds for the accesses of these
   steps, from the residency they began with, in the same frames, at the same rates (the disk goes
   one way at a time). Best is the fastest; of schedules equally fast, the one that moves least. A
-  slower one could move fewer bytes. The contract is 1.02 times as many at most.
+  slower one could move fewer bytes. What is asked is 1.02 times as many at most.
 
 The ceiling is that of a control group, if this runs in one (`systemd-run --user --scope -p
 MemoryMax=4G python benchmarks/ceiling.py`). Otherwise the process limits its private memory itself
@@ -47,7 +47,7 @@ from odc.memory.replay.synthetic import page_columns
 
 GIB = 1 << 30
 CEILING_BYTES = 4 * GIB
-CONTRACT, BYTES_CONTRACT = 0.85, 1.02
+ASKED_SHARE, ASKED_BYTES = 0.85, 1.02
 WARM_UP, STEPS = 2, 6
 WIDTH, LAYERS, TOKENS = 1536, 14, 96
 PAGE_BYTES = 32 << 20
@@ -74,11 +74,11 @@ def main() -> int:
 
 
 def verdicts(found: dict[str, Any]) -> tuple[bool, bool, bool]:
-    """Whether memory, time and bytes are within the contract."""
+    """Whether memory, time and bytes are as asked."""
     return (
         found["within_ceiling"],
-        found["share"] >= CONTRACT,
-        found["over_best_bytes"] <= BYTES_CONTRACT,
+        found["share"] >= ASKED_SHARE,
+        found["over_best_bytes"] <= ASKED_BYTES,
     )
 
 
@@ -272,12 +272,12 @@ def describe(found: dict[str, Any]) -> str:
             f"a step of {TOKENS} tokens: {middle['step_s']:.2f} s, compute "
             f"{middle['compute_s']:.2f} s, {moved[0]:.2f} GB in, {moved[1]:.2f} GB out, loss "
             f"{middle['loss']:.2f}",
-            f"bound {found['bound_s']:.2f} s: {found['share']:.2f} of the step, contract "
-            f"{CONTRACT} ({kept[1]}); steps: "
+            f"bound {found['bound_s']:.2f} s: {found['share']:.2f} of the step, asked "
+            f"{ASKED_SHARE} ({kept[1]}); steps: "
             + ", ".join(f"{share:.2f}" for share in found["shares"]),
             f"best schedule found: {found['best_step_s']:.2f} s a step, {best[0]:.2f} GB in, "
-            f"{best[1]:.2f} GB out; moved {found['over_best_bytes']:.3f} times as much, contract "
-            f"{BYTES_CONTRACT} ({kept[2]})",
+            f"{best[1]:.2f} GB out; moved {found['over_best_bytes']:.3f} times as much, asked "
+            f"{ASKED_BYTES} ({kept[2]})",
         )
     )
 

@@ -192,6 +192,10 @@ def main() -> None:
         "",
         json.dumps(machine()),
         "",
+        f"`python benchmarks/paging.py --workload {args.workload} --moves {args.moves}`. W1 to W5 "
+        "are the workloads of `odc simulate --help`; C is the share of the state that fits, r the "
+        "time to load a page over the compute of an access to one.",
+        "",
         f"Elapsed of `{OURS}` over the best schedule found (bold), over the window bound, and of "
         f"`{BASE}` over the best found (in brackets).",
         "",

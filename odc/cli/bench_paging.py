@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _HOMES = ("host", "disk")
 
+_POLICY = "EVICTION+PREFETCH; default: cost_aware+popularity"
+
 _EPILOG = """\
 examples:
   odc bench paging --workload W1 --r 1
@@ -24,11 +26,12 @@ computes with the bytes that are there. It runs cycles of a few steps from an em
 with a second run of the same. The second gives the times of all computations, the pager's own time
 between them and the link's figures; with these the same needs are simulated.
 
-Figures are medians of a step. stall: waiting for transfers to end. own: what the pager itself
-takes, waking up behind a transfer included. difference: simulated stall less measured, as a share
-of the measured step. over best: measured step over the best schedule that a search found for the
-same computation and link; the first step of a cycle, which fills the device, and the others. alone:
-computation without paging; copies slow it down where they share memory or a core with it.
+Half of the state fits the device (C = 50 %). Figures are medians of a step. stall: waiting for
+transfers to end. own: what the pager itself takes, waking up behind a transfer included.
+difference: simulated stall less measured, as a share of the measured step. over best: measured
+step over the best schedule that a search found for the same computation and link; the first step
+of a cycle, which fills the device, and the others. alone: computation without paging; copies slow
+it down where they share memory or a core with it.
 A row counts if the interquartile range of its repeats, in both runs, is at most 5 % of the step. A
 home in host memory is reached over an emulated link of the ratio r; a disk is as fast as it is.
 """
@@ -45,11 +48,21 @@ def add_parser(kinds: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--workload", default="W1,W2,W3,W4,W5p20", metavar="NAME[,...]", help="see odc simulate")
-    add("--r", default="0.5,1,2", metavar="R[,...]", help="of a home in host memory; 0.5,1,2")
+    add(
+        "--workload",
+        default="W1,W2,W3,W4,W5p20",
+        metavar="NAME[,...]",
+        help="see odc simulate --help; default: W1,W2,W3,W4,W5p20",
+    )
+    add(
+        "--r",
+        default="0.5,1,2",
+        metavar="R[,...]",
+        help="of a home in host memory; default: 0.5,1,2",
+    )
     add("--home", default="host", metavar="host,disk", help="default: host")
     add("--home-dir", type=Path, metavar="DIR", help="of a disk home; default: a temporary one")
-    add("--policy", default="cost_aware+popularity", metavar="NAME", help="EVICTION+PREFETCH")
+    add("--policy", default="cost_aware+popularity", metavar="NAME", help=_POLICY)
     add("--repeats", type=int, default=9, metavar="N", help="cycles a row; default: 9")
     add("--moves", type=int, default=50, metavar="N", help="of the search; 0: none; default: 50")
     add("-o", "--output", type=Path, metavar="FILE.md", help="write the table too")

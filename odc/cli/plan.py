@@ -26,8 +26,10 @@ A granularity says what stays together on one rank: element, block (one row, the
 rows:N, tile:R,C (N rows that hold whole tiles) or tensor. REGEX=G holds for parameters whose name
 the regex finds; the first such rule counts.
 
-Padding is what makes all slices equal, as a fraction of the parameters' bytes; the lower bound is
-proven: no plan under the same rules has less.
+Columns: x, groups of this shape; numel, elements of one; slice, elements that each rank holds of
+it; buffers, sub-buffers that it is laid out in; padding is what makes all slices equal, as a
+fraction of the parameters' bytes; at least, its proven lower bound: no plan under the same rules
+has less; ms, the time to plan.
 """
 
 
@@ -49,9 +51,22 @@ def add_parser(commands: Any) -> None:
     add("--granularity", action="append", default=[], metavar="[REGEX=]G", help="default: block")
     add("--planner", choices=("greedy", "optimal"), default="optimal", help="default: optimal")
     add("--max-buffers", type=int, default=3, metavar="K", help="sub-buffers a group; default: 3")
-    add("--group", default="layer", metavar="layer|N-layers", help="what is gathered together")
-    add("--alignment", type=int, default=64, metavar="BYTES", help="of starts and slices; 64")
-    add("--unit", type=int, default=128, metavar="NUMEL", help="slices are a multiple; 128")
+    add(
+        "--group",
+        default="layer",
+        metavar="layer|N-layers",
+        help="what is gathered together; default: layer",
+    )
+    add(
+        "--alignment",
+        type=int,
+        default=64,
+        metavar="BYTES",
+        help="of starts and slices; default: 64",
+    )
+    add(
+        "--unit", type=int, default=128, metavar="NUMEL", help="slices are a multiple; default: 128"
+    )
     add("--gather-dtype", metavar="DTYPE", help="all gathered in one dtype; else each in its own")
     add("--prove", action="store_true", help="search until the best is proven, or for minutes")
     add("--explain", action="store_true", help="say what binds and what would help")

@@ -74,7 +74,7 @@ def check_modules(model: nn.Module, train: bool) -> None:
     """Refuse parameters that cannot lie in pages.
 
     Raises:
-        ConfigError: one has no shape yet, or would be given a sparse gradient.
+        ConfigError: one has no shape yet, is sharded, or would be given a sparse gradient.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -82,6 +82,11 @@ def check_modules(model: nn.Module, train: bool) -> None:
                 f"{name} has no shape yet: pages need the shape of every parameter; run one "
                 "forward before odc.paged, or use a layer that is given its sizes (nn.Linear for "
                 "nn.LazyLinear)"
+            )
+        if hasattr(tensor, "placements"):  # a DTensor, whose module is not imported for this
+            raise ConfigError(
+                f"{name} is sharded over ranks, and pages are for one rank: leave out fully_shard, "
+                "or odc.paged"
             )
     for name, module in model.named_modules():
         sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

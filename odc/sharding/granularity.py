@@ -60,6 +60,8 @@ def parse_granularity(text: str | Granularity) -> Granularity:
     """
     if isinstance(text, Granularity):
         return text
+    if not isinstance(text, str):
+        raise ConfigError(f"granularity {text!r} is no string; allowed: {ALLOWED}, as in 'rows:16'")
     if text in ("element", "block", "tensor"):
         return Granularity(text)
     if match := re.fullmatch(r"rows:(\d+)", text):

@@ -231,6 +231,7 @@ def test_what_would_help_is_named_with_the_padding_it_leaves():
         ({"ranks": -3}, "ranks: got -3"),
         ({"ranks": 4, "planner": "best"}, "planner 'best' is unknown; allowed: greedy, optimal"),
         ({"ranks": 4, "granularity": "columns"}, "granularity 'columns' is unknown"),
+        ({"ranks": 4, "granularity": 16}, "granularity 16 is no string; .* as in 'rows:16'"),
         ({"ranks": 4, "granularity": "tile:4,5"}, "w: rows of 64 elements hold no whole tiles"),
         ({"ranks": 4, "gather_dtype": "fp12"}, "dtype 'fp12' is unknown"),
         ({"ranks": 4, "max_buffers": 0}, "max_buffers: got 0"),
