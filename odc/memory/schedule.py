@@ -16,6 +16,7 @@ It is deterministic, and its work is bounded.
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass
 
@@ -125,7 +126,13 @@ def _improve(
 def _save_loads(
     cycle: Cycle, keep: Keep, best: tuple[float, float], moves: int
 ) -> tuple[Keep, tuple[float, float]]:
-    """Keep what can stay as well, what is used again soonest first."""
+    """Keep what can stay as well, what is used again soonest first.
+
+    A page's room is left free: loads are begun at accesses only, so that one without slack would
+    be begun by the access that needs it.
+    """
+    tight = copy.copy(cycle)
+    tight.num_frames -= max((cycle.frames[u.page] for u in cycle.uses), default=1)
     count = len(cycle.events)
     leaving = [u for u in _lasting(cycle) if not keep[u]]
     leaving.sort(key=lambda u: (cycle.start[cycle.next[u]] - cycle.uses[u].end) % count)
@@ -136,7 +143,7 @@ def _save_loads(
             moves -= 1
             tried = keep[:]
             tried[u] = True
-            found = decode(cycle, tried)
+            found = decode(tight, tried)
             if found is not None and found < best:
                 best, keep, more = found, tried, True
     return keep, best
