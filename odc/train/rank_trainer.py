@@ -31,6 +31,7 @@ from odc.train.compose import check_ranks, make_sharded
 from odc.train.progress import Display
 from odc.train.rank_recorder import POLICY, RankRecorder
 from odc.train.ranks import current, local_size, naming_peers
+from odc.train.run_facts import common_metrics
 from odc.train.tasks import Pretrain, make_task
 from odc.train.trainer import RUNNING, Trainer
 
@@ -212,12 +213,7 @@ class RankTrainer(Trainer):
 
 def _metrics(row: StepRow, sent_bytes: int) -> dict[str, Any]:
     return {
-        "step": row.step,
-        "epoch": row.epoch,
-        "loss": row.loss,
-        "tokens": row.tokens,
-        "step_s": row.step_ns / 1e9,
-        "compute_s": row.compute_ns / 1e9,
+        **common_metrics(row),
         "stall_s": 0.0,
         "comm_s": row.comm_ns / 1e9,
         "sent_bytes": sent_bytes,

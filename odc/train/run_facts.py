@@ -32,8 +32,8 @@ def used_tiers(home: Home) -> dict[str, dict[str, int]]:
     }
 
 
-def step_metrics(row: StepRow, counters: Counters, activation_bytes: int) -> dict[str, Any]:
-    """A step's line of `metrics.jsonl`; `activation_bytes` were kept for backward at most."""
+def common_metrics(row: StepRow) -> dict[str, Any]:
+    """What a line of `metrics.jsonl` begins with, paged or sharded."""
     return {
         "step": row.step,
         "epoch": row.epoch,
@@ -41,6 +41,13 @@ def step_metrics(row: StepRow, counters: Counters, activation_bytes: int) -> dic
         "tokens": row.tokens,
         "step_s": row.step_ns / 1e9,
         "compute_s": row.compute_ns / 1e9,
+    }
+
+
+def step_metrics(row: StepRow, counters: Counters, activation_bytes: int) -> dict[str, Any]:
+    """A step's line of `metrics.jsonl`; `activation_bytes` were kept for backward at most."""
+    return {
+        **common_metrics(row),
         "stall_s": row.stall_ns / 1e9,
         "bytes_in": row.bytes_in,
         "bytes_out": row.bytes_out,
