@@ -14,7 +14,7 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.issue import Space, Victims, choose_load, choose_write_backs
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState
-from odc.memory.plan import LEAVES_NS, Prefetcher
+from odc.memory.prefetch import LEAVES_NS, Prefetcher
 from odc.memory.room import Room
 from odc.memory.transfers import Transfers
 

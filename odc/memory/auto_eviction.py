@@ -23,7 +23,7 @@ import numpy as np
 from odc.memory.events import Op
 from odc.memory.ghosts import FrequencyGhost, Ghost, PlanGhost, RecencyGhost
 from odc.memory.pages import PageTable
-from odc.memory.plan import Prefetcher
+from odc.memory.prefetch import Prefetcher
 from odc.memory.victims import Lru
 
 MARGIN = 0.03  # saved before another order takes over

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from odc.memory.events import Kind
-from odc.memory.orders import Entry, RecordedOrder
 from odc.memory.pages import PageTable
+from odc.memory.recorded import Entry, RecordedOrder
 
 ROUNDS = 2  # of a cycle that are run: the second counts
 Keep = list[bool]  # by use: its page stays until its next use

@@ -15,8 +15,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from odc.memory.pages import PageTable
-from odc.memory.plan import LEAVES_NS
 from odc.memory.plan_sets import UNKNOWN_NS
+from odc.memory.prefetch import LEAVES_NS
 
 _HALF_LIFE = 1000.0  # accesses after which a use counts half: that of ``Lfu``
 

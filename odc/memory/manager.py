@@ -29,7 +29,8 @@ from odc.memory.ledger import Ledger
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Counters, Pager, Tuning
 from odc.memory.pages import GroupSpec, PageTable
-from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import Limits, Prefetcher
 from odc.memory.preflight import check
 from odc.memory.scores import PopularityScorer
 from odc.memory.stations import Stations

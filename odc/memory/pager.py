@@ -18,7 +18,8 @@ from odc.memory.events import Account, Act, Kind, Op, Phase, Sink, Tier
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState, PageTable
-from odc.memory.plan import OrderPrefetcher, Prefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import Prefetcher
 from odc.memory.rehearsal import Rehearsal
 from odc.memory.room import NoRoom, Room
 from odc.memory.stations import Visit

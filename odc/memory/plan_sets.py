@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from odc.memory.events import FORWARD_PHASES, Kind, Phase
-from odc.memory.orders import Entry, OrderLibrary, RecordedOrder
+from odc.memory.orders import OrderLibrary
+from odc.memory.recorded import Entry, RecordedOrder
 from odc.memory.scores import SetScorer
 from odc.memory.stations import Visit
 

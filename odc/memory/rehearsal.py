@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from odc.memory.cycle import Cycle, Rates, Start
-from odc.memory.orders import OrderLibrary, RecordedOrder
+from odc.memory.orders import OrderLibrary
 from odc.memory.plan import OrderPrefetcher
+from odc.memory.recorded import RecordedOrder
 from odc.memory.schedule import Schedule, search
 from odc.memory.transfers import Transfers
 

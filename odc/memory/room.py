@@ -16,8 +16,8 @@ from odc.errors import BudgetError
 from odc.memory.auto_eviction import Auto
 from odc.memory.issue import take_victims
 from odc.memory.pages import PageState, PageTable
-from odc.memory.plan import LEAVES_NS, Prefetcher
 from odc.memory.plan_sets import UNKNOWN_NS
+from odc.memory.prefetch import LEAVES_NS, Prefetcher
 from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, VictimQueue
 

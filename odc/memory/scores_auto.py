@@ -24,7 +24,8 @@ import numpy as np
 
 from odc.memory.events import Kind
 from odc.memory.orders import OrderLibrary
-from odc.memory.plan import THRESHOLD, Limits, OrderPrefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import THRESHOLD, Limits
 from odc.memory.scores import BoolArray, FloatArray, PopularityScorer, SetScorer
 from odc.memory.scores_markov import MarkovScorer
 from odc.memory.stations import Stations

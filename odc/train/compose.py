@@ -21,7 +21,8 @@ from odc.fsdp.ragged import RaggedTensor, distribute_ragged
 from odc.memory.manager import MemoryManager, PrefetchFactory
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageTable
-from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import Limits, Prefetcher
 from odc.memory.scores_auto import auto_prefetcher
 from odc.train.adapters import add_adapter, base_initializer
 from odc.train.config import Config

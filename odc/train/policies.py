@@ -12,7 +12,8 @@ from odc.memory.auto_eviction import Auto
 from odc.memory.manager import PrefetchFactory
 from odc.memory.next_k import NextKPrefetcher
 from odc.memory.orders import OrderLibrary
-from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import Limits, Prefetcher
 from odc.memory.replay import Workload, oracle_factory
 from odc.memory.scores import ReplayScorer
 from odc.memory.scores_auto import auto_prefetcher

@@ -16,7 +16,8 @@ from odc.memory.events import Act, Phase, Tier
 from odc.memory.manager import MemoryManager, PrefetchFactory, popularity
 from odc.memory.next_k import NextKPrefetcher
 from odc.memory.orders import OrderLibrary
-from odc.memory.plan import Limits, OrderPrefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import Limits
 from odc.memory.replay.oracle import FutureScorer, FutureTimes
 from odc.memory.scores import ReplayScorer
 from odc.memory.victims import Belady, CostAware, EvictionPolicy, Lru

@@ -21,7 +21,8 @@ from odc.memory.home import DiskHome, Home, HostHome, TieredHome
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageState, PageTable
-from odc.memory.plan import OrderPrefetcher, Prefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import Prefetcher
 from odc.memory.scores import PopularityScorer
 from odc.memory.stations import Stations
 from odc.memory.transfers import Transfers

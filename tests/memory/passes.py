@@ -11,7 +11,7 @@ from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import GroupSpec, PageState, PageTable
-from odc.memory.plan import Prefetcher
+from odc.memory.prefetch import Prefetcher
 from odc.memory.stations import Stations, Visit
 
 P, G, M = Kind.PARAMETER, Kind.GRADIENT, Kind.MOMENT

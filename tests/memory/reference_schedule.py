@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from odc.memory.cycle import Cycle, Rates, Start
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.orders import OrderLibrary, RecordedOrder
+from odc.memory.orders import OrderLibrary
 from odc.memory.pages import GroupSpec, PageTable
+from odc.memory.recorded import RecordedOrder
 from odc.memory.stations import Stations
 
 P, G, M = Kind.PARAMETER, Kind.GRADIENT, Kind.MOMENT

@@ -15,7 +15,7 @@ from odc.memory.manager import popularity
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Tuning
 from odc.memory.pages import GroupSpec, PageTable
-from odc.memory.plan import Limits, Prefetcher
+from odc.memory.prefetch import Limits, Prefetcher
 from odc.memory.replay import Link, SimResult, Workload, budget_for, link_for, simulate, synthetic
 from odc.memory.replay.workload import Bundle, RecordedVisit
 from odc.memory.victims import CostAware, EvictionPolicy, Lfu, Lru, Mru

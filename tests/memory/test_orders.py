@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from odc.memory.events import Kind, Op, Phase
-from odc.memory.orders import OrderLibrary, RecordedOrder
+from odc.memory.orders import OrderLibrary
+from odc.memory.recorded import RecordedOrder
 from odc.memory.replay import Workload, synthetic
 from odc.memory.stations import Stations
 from tests.memory.passes import BACKWARD, FORWARD, ahead, go, record, stations

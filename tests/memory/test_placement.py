@@ -19,7 +19,7 @@ from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager
 from odc.memory.pages import GroupSpec, PageTable
 from odc.memory.placement import choose_host_pages, traffic_of
-from odc.memory.plan import Limits
+from odc.memory.prefetch import Limits
 from odc.memory.replay.drive import Drive
 from odc.memory.replay.simulate import Clock
 from odc.memory.stations import Stations

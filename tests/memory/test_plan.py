@@ -13,8 +13,9 @@ from odc.memory.events import Kind, Op
 from odc.memory.next_k import NextKPrefetcher
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState, PageTable
-from odc.memory.plan import Limits, OrderPrefetcher
+from odc.memory.plan import OrderPrefetcher
 from odc.memory.plan_sets import UNKNOWN_NS
+from odc.memory.prefetch import Limits
 from odc.memory.scores import ReplayScorer
 from tests.memory.passes import (
     BACKWARD,

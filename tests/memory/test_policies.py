@@ -15,7 +15,8 @@ from odc.memory.next_k import NextKPrefetcher
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Tuning
 from odc.memory.pages import GroupSpec, PageState, PageTable
-from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import Limits, Prefetcher
 from odc.memory.replay import (
     Link,
     SimResult,

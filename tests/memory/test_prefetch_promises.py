@@ -13,7 +13,8 @@ from odc.memory.events import Act, Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.manager import popularity
 from odc.memory.orders import OrderLibrary
-from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import Limits, Prefetcher
 from odc.memory.replay import Workload, budget_for, link_for, simulate, synthetic
 from odc.memory.replay.drive import Drive
 from odc.memory.replay.ratios import compute_ns

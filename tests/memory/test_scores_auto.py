@@ -10,7 +10,8 @@ import pytest
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.manager import popularity
 from odc.memory.orders import OrderLibrary
-from odc.memory.plan import Limits, OrderPrefetcher
+from odc.memory.plan import OrderPrefetcher
+from odc.memory.prefetch import Limits
 from odc.memory.replay import Link, SimResult, Workload, simulate
 from odc.memory.replay.oracle import FutureScorer, future_sets
 from odc.memory.scores import PopularityScorer, SetScorer

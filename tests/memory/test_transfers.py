@@ -15,7 +15,7 @@ from odc.memory.frames import FRAME_BYTES
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
 from odc.memory.pages import GroupSpec, PageState, PageTable
-from odc.memory.plan import Prefetcher
+from odc.memory.prefetch import Prefetcher
 from odc.memory.stations import Stations, Visit
 from odc.memory.transfers import Transfers
 

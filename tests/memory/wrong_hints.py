@@ -8,7 +8,7 @@ import numpy as np
 
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageTable
-from odc.memory.plan import LEAVES_NS, Limits
+from odc.memory.prefetch import LEAVES_NS, Limits
 from odc.memory.stations import Visit
 
 

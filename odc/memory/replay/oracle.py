@@ -12,8 +12,9 @@ import numpy as np
 
 from odc.memory.events import FORWARD_PHASES
 from odc.memory.orders import OrderLibrary
-from odc.memory.plan import Limits, OrderPrefetcher, Prefetcher
+from odc.memory.plan import OrderPrefetcher
 from odc.memory.plan_sets import SOONEST_NS, UNKNOWN_NS, SetTimes
+from odc.memory.prefetch import Limits, Prefetcher
 from odc.memory.replay.simulate import PrefetchFactory
 from odc.memory.replay.workload import Workload
 

@@ -19,7 +19,7 @@ from odc.memory.events import Kind, Op, Tier
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.orders import OrderLibrary
 from odc.memory.pager import Pager, Tuning
-from odc.memory.plan import Limits, Prefetcher
+from odc.memory.prefetch import Limits, Prefetcher
 from odc.memory.replay.drive import Drive
 from odc.memory.replay.results import PassResult, SimResult
 from odc.memory.replay.workload import Workload
