@@ -92,20 +92,21 @@ class Lookahead:
 
     def think(self) -> None:
         """Load ahead and write back early, as far as the plan and the lines allow."""
-        stuck = self._stuck
+        stuck, transfers, room = self._stuck, self.transfers, self.room
         if stuck is not None and stuck[0] == self.library.position and stuck == self._situation():
             return
-        if self._rest > 0 and self._rest_version == self.prefetcher.version:
-            self._rest -= 1
-            return
-        moved = self.transfers.bytes_in + self.transfers.bytes_out if self._has_sets else 0
-        stores = self.tuning.early_stores - len(self.transfers.storing)
-        scarce = self._load_ahead()
-        if scarce and stores > 0 and self.tuning.early_write_back:
-            scheduled = self.room.planned and self.prefetcher.scheduled
-            if self.room.lingering or not scheduled:  # else what leaves has left
-                self._clean(stores, scheduled)
-        if self._has_sets and moved == self.transfers.bytes_in + self.transfers.bytes_out:
+        has_sets, moved = self._has_sets, 0
+        if has_sets:
+            if self._rest > 0 and self._rest_version == self.prefetcher.version:
+                self._rest -= 1
+                return
+            moved = transfers.bytes_in + transfers.bytes_out
+        scheduled = room.planned and self.prefetcher.scheduled
+        stores = self.tuning.early_stores - len(transfers.storing)
+        # Under a schedule what leaves has left, but for what lingers.
+        if self._load_ahead(scheduled) and stores > 0 and (room.lingering or not scheduled):
+            self._clean(stores, scheduled)
+        if has_sets and moved == transfers.bytes_in + transfers.bytes_out:
             self._rest, self._rest_version = _REST, self.prefetcher.version
 
     def _situation(self) -> tuple[int, int, int, bool, bool]:
@@ -131,28 +132,29 @@ class Lookahead:
             return transfers.in_flight_bytes >= self._flight_bytes
         return transfers.in_busy_ns >= order.entries[place].dur_ns
 
-    def _load_ahead(self) -> bool:
+    def _load_ahead(self, scheduled: bool) -> bool:
         """Loads what the plan wants; returns whether it wants more than there is room for."""
-        transfers, room, prefetcher = self.transfers, self.room, self.prefetcher
-        scheduled = room.planned and prefetcher.scheduled
+        transfers, room = self.transfers, self.room
         enough = 2 * self._flight_bytes if scheduled else 0
         if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
             return True
-        state, frames_of = self.table.state, self.table.frames
+        frames_of = self.table.frames
         free = transfers.free + transfers.coming_frames
         items = None if self.tuning.max_items is None else self._items()
         order, place = self.library.order, self.library.position
         makes_fresh = order is not None and place >= 0 and order.fresh[place] > 0
-        reserve, queue = 0, None
-        for page, fresh in prefetcher.wanted():
-            if state[page] == _EVICTING and transfers.rescue(page):
+        queue = None
+        for page, reserve in self.prefetcher.wanted():
+            if transfers.evicting and transfers.rescue(page):
                 free = transfers.available
                 room.keep(page)
                 continue
-            reserve = self._reserve(fresh) if makes_fresh else fresh
-            fits = frames_of[page] + reserve <= free
+            if makes_fresh:
+                reserve = self._reserve(reserve)
+            need = frames_of[page]
+            fits = need + reserve <= free
             if fits and items is None:
-                free -= frames_of[page]
+                free -= need
             elif not fits and scheduled and not room.lingering:  # nobody is left to make room
                 self._stuck = self._situation()
                 return True
@@ -164,9 +166,12 @@ class Lookahead:
                     return True
                 free, items = space.frames, space.items
             transfers.load(page, -1, reserve)
-            if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
+            if not scheduled:
+                if self._line_is_fed():
+                    return True
+            elif transfers.in_flight_bytes >= enough:
                 return True
-            if scheduled and free <= 0 and not room.lingering and not transfers.evicting:
+            elif free <= 0 and not room.lingering and not transfers.evicting:
                 # Whatever else is wanted finds no room (``_situation`` written out).
                 self._stuck = (place, free, len(transfers.loading), self.created, False)
                 return True
@@ -208,6 +213,8 @@ class Lookahead:
 
     def _clean(self, stores: int, scheduled: bool) -> None:
         """Write back early what will have to go for the loads ahead."""
+        if not self.tuning.early_write_back:
+            return
         transfers = self.transfers
         victims: Iterable[int] = self.room.victims(self.library.now_ns).first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available

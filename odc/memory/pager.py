@@ -98,6 +98,8 @@ class Pager:
             how = self.tuning.rehearse
             self._rehearsal = Rehearsal(library, prefetcher, how == "aside") if how else None
         self._visit_of: list[tuple[Visit, int] | None] = [None] * len(table.groups)
+        self._station_of = self.stations.of_group
+        self._least_free = transfers.num_frames  # since the last ``take``
         self._mark = self._engine.now_ns()
 
     # -- what hooks call -------------------------------------------------------------------------
@@ -181,12 +183,12 @@ class Pager:
         counters.compute_ns += compute_ns
         counters.accesses += 1
         room.time += 1
-        station, visit = self.stations.of_group[group], self._visit
+        visit = self._visit
         if visit is not None:
             visit.dur_ns += compute_ns
-        if visit is None or visit.station != station or visit.phase != phase:
-            visit = self._enter(station, phase)
-        pages = self._pin(group, needs, part, visit, compute_ns)
+        if visit is None or visit.station != self._station_of[group] or visit.phase != phase:
+            visit = self._enter(self._station_of[group], phase)
+        pages, only_reads = self._pin(group, needs, part, visit, compute_ns)
         if room.chooser is not None and room.chooser.awake:
             room.chooser.accessed(pages, transfers.num_frames)
         try:
@@ -202,11 +204,12 @@ class Pager:
         except Exception:
             self._unpin([page for page, _ in pages])
             raise
-        for page, op in pages:
-            if op != _READ:
-                transfers.dirtied(page)
-        used_bytes = (transfers.num_frames - transfers.free) * FRAME_BYTES
-        counters.peak_page_bytes = max(counters.peak_page_bytes, used_bytes)
+        if not only_reads:
+            for page, op in pages:
+                if op != _READ:
+                    transfers.dirtied(page)
+        if transfers.free < self._least_free:
+            self._least_free = transfers.free
         self._mark = self._now_ns()
 
     def release(self, group: int, kind: Kind, part: int | None = None) -> None:
@@ -362,7 +365,8 @@ class Pager:
         counters = self.counters
         counters.bytes_in, self.transfers.bytes_in = self.transfers.bytes_in, 0
         counters.bytes_out, self.transfers.bytes_out = self.transfers.bytes_out, 0
-        self.counters = Counters(peak_page_bytes=self.transfers.used_bytes)
+        counters.peak_page_bytes = self._peak_bytes()
+        self.counters, self._least_free = Counters(), self.transfers.free
         self._mark = self._engine.now_ns()
         return counters
 
@@ -375,8 +379,12 @@ class Pager:
                 Tier.DEVICE,
                 Account.PAGES,
                 self.transfers.used_bytes,
-                self.counters.peak_page_bytes,
+                self._peak_bytes(),
             )
+
+    def _peak_bytes(self) -> int:
+        """The most that pages have held in frames, or booked, since the last ``take``."""
+        return (self.transfers.num_frames - self._least_free) * FRAME_BYTES
 
     def stop_rehearsing(self) -> None:
         """No schedule is looked for any more."""
@@ -403,10 +411,9 @@ class Pager:
         self._seq += 1
         if self._ahead is not None:
             self._ahead.created = False
-        in_set = self.stations.set_of[station] >= 0
-        self._remaining = self._taped(station, phase) if in_set else []
+        self._remaining = remaining = self._taped(station, phase) if visit.used is not None else []
         if self.prefetcher is not None:
-            self.prefetcher.advance(visit, self.tokens, self._remaining)
+            self.prefetcher.advance(visit, self.tokens, remaining)
         return visit
 
     def _taped(self, station: int, phase: Phase) -> list[int]:
@@ -429,19 +436,20 @@ class Pager:
         part: int | None,
         visit: Visit,
         compute_ns: int,
-    ) -> list[tuple[int, Op]]:
-        table, pins = self.table, self.table.pins
-        member = self.stations.member_of[group]
+    ) -> tuple[list[tuple[int, Op]], bool]:
+        """Note and pin what is needed; returns the pages, and whether they are only read."""
+        table, pins, is_evictable = self.table, self.table.pins, self.table.is_evictable
         self._visit_of[group] = (visit, len(self.library.live))
-        if self._remaining and member in self._remaining:
-            self._remaining.remove(member)
+        if self._remaining:
+            self._runs(self.stations.member_of[group])
         pages: list[tuple[int, Op]] = []
-        ids: Sequence[int]
+        only_reads, ids = True, ()
         for kind, op in needs:
             if op == _READ and not visit.dur_ns and visit.used is None:
                 visit.kinds |= 1 << kind  # (``note`` written out)
             else:
-                visit.note(kind, op, member)
+                visit.note(kind, op, self.stations.member_of[group])
+                only_reads = only_reads and op == _READ
             if self.sink is not None and not part:
                 self._write_need(group, kind, op, compute_ns, Phase(visit.phase))
                 compute_ns = 0
@@ -453,9 +461,14 @@ class Pager:
                 op = self._creating(group)
             for page in ids:
                 pins[page] += 1
-                table.is_evictable[page] = 0
+                is_evictable[page] = 0
                 pages.append((page, op))
-        return pages
+        return pages, only_reads
+
+    def _runs(self, member: int) -> None:
+        """A member of the set that is visited runs."""
+        if member in self._remaining:
+            self._remaining.remove(member)
 
     def _creating(self, group: int) -> Op:
         """What it takes to make a kind fresh: a compact group's page holds the others as well."""

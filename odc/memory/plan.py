@@ -38,6 +38,7 @@ _WORTH = 0.1  # least chance at which an entry is worth a load on a line that is
 _KNOWN_CHAINS = 64  # chains of passes whose first uses are kept
 _BEYOND = 64  # entries that are looked at behind one that waits for an update
 _SET_PASSES = 3  # passes for which members of sets are loaded ahead
+_NOWHERE: tuple[int, int, Sequence[tuple[int, ...]]] = (0, 0, ())
 _SETS_AHEAD = 4  # sets whose new scores are taken in at once; the others when they come near
 
 
@@ -85,6 +86,7 @@ class OrderPrefetcher:
         self._anew = False  # the schedule has changed
         self._left = bytearray(count)  # pages that left since their last use
         self.sets = (sets or SetTimes)(library, scorer, self.until)
+        self._has_sets = bool(self.stations.sets)
         self._uses = 0
         self._pass = -1
         self._phase = -1
@@ -95,8 +97,10 @@ class OrderPrefetcher:
         self._starts: list[float] = []  # clock at the beginning of each
         self._makes_fresh = False  # some entry of them does
         self._after: list[float] = []  # by page: first use in later passes, from the end of this
-        self._after_of: dict[tuple[tuple[int, int], ...], list[float]] = {}
+        self._later: list[int] = []  # by page: the number of the entry there, counted alike
+        self._after_of: dict[tuple[tuple[int, int], ...], tuple[list[float], list[int]]] = {}
         self._end = -1  # serial number of the last entry of passes in sight
+        self._near: tuple[int, int, Sequence[tuple[int, ...]]] = _NOWHERE  # pages by entry
         self._cursor = 0  # serial number of the entry that is looked at next
         self._again: list[int] = []  # serial numbers of sets to look at again
         self._remaining: Sequence[int] = ()
@@ -107,25 +111,32 @@ class OrderPrefetcher:
         library = self.library
         if library.passes != self._pass:
             self._begin_pass()
-        begins = self._phase < 0
-        self._remaining = remaining
-        set_index = self.stations.set_of[visit.station]
-        if set_index >= 0 and visit.order:
-            self.sets.observe(visit, set_index, tokens)
         order = library.order
+        if self._has_sets:
+            self._remaining = remaining
+            set_index = self.stations.set_of[visit.station]
+            if set_index >= 0 and visit.order:
+                self.sets.observe(visit, set_index, tokens)
         if order is None:
             return
         if order.is_certain and not library.skipped and library.position >= self._position:
-            self._reach = []  # the visit that was expected: nothing was learned
+            if self._reach:  # the visit that was expected: nothing was learned
+                self._reach = []
             self._position = position = library.position
             if position > self._cursor:
                 self._cursor = position
         else:
             self._follow()
             self._look_ahead()
-        if self.stations.sets and (begins or visit.phase != self._phase):
+        if self._has_sets:
+            self._look_at_sets(visit)
+
+    def _look_at_sets(self, visit: Visit) -> None:
+        """Times of members of sets anew: of all where a phase begins, else of those near."""
+        set_index = self.stations.set_of[visit.station]
+        if visit.phase != self._phase:
             self._rekey_sets(range(len(self.stations.sets)))
-            self._cursor = max(library.position, 0)
+            self._cursor = max(self.library.position, 0)
         elif set_index >= 0:
             self._rekey_sets([set_index, *self._sets_ahead()])
         self._phase = visit.phase
@@ -310,6 +321,7 @@ class OrderPrefetcher:
             station = self.stations.of_group[group]
             if self.stations.stations[station].set_index < 0:
                 self._hinted[station] = min(max(float(score), 0.0), 1.0)
+                self._near = _NOWHERE
         if order is None or not self._orders:
             return
         if self._hinted:
@@ -328,6 +340,7 @@ class OrderPrefetcher:
         self._pass, self._phase, self._position = library.passes, -1, -1
         self._seen.clear()
         self._hinted.clear()
+        self._near = _NOWHERE
         self._reach = []
         passed = len(self._orders[0].entries) if self._orders else 0
         before, self._chain = self._chain, library.chain
@@ -346,7 +359,7 @@ class OrderPrefetcher:
         self._makes_fresh = any(o.lasting_fresh[-1] or o.most_dying for o in self._orders)
         follows = library.as_expected and bool(passed) and before[1:] == self._chain[:-1]
         follows, self._anew = follows and not self._anew, False
-        self._after = self._first_uses()
+        self._after, self._later = self._first_uses()
         self._end = self._last_serial()
         if not follows:
             self._cursor = 0
@@ -364,22 +377,39 @@ class OrderPrefetcher:
                 self.until[page] = self._next_use(page)
                 self.version += 1
 
-    def _first_uses(self) -> list[float]:
-        """By page: time from the end of this pass to the first use in those expected after it."""
+    def _first_uses(self) -> tuple[list[float], list[int]]:
+        """By page, the first use in the passes expected after this one, from the end of this one.
+
+        Returns:
+            The time until it, and the number of the entry that has it.
+        """
         orders = self._orders[1:]
         key = tuple((id(order), order.compiled) for order in orders)
         known = self._after_of.get(key)
         if known is not None:
             return known
-        first = [UNKNOWN_NS / 2] * len(self.table.pages)
+        count = len(self.table.pages)
+        first = [UNKNOWN_NS / 2] * count
         start = sum(order.total_ns for order in orders)
+        number = sum(len(order.entries) for order in orders)
+        serials = [number] * count
         for order in reversed(orders):
             start -= order.total_ns
+            number -= len(order.entries)
             self._note_uses(first, order, range(len(order.entries)), start, 0.0)
+            self._note_serials(serials, order, number)
         if len(self._after_of) >= _KNOWN_CHAINS:
             self._after_of.clear()
-        self._after_of[key] = first
-        return first
+        self._after_of[key] = first, serials
+        return first, serials
+
+    def _note_serials(self, serials: list[int], order: RecordedOrder, number: int) -> None:
+        """Write the numbers of first entries in an order over those of later ones."""
+        for page, places in enumerate(order.at):
+            if self.sets.holds[page]:
+                places = order.of_station.get(self.sets.station[page], [])
+            if places:
+                serials[page] = number + places[0]
 
     def _note_uses(
         self,
@@ -470,26 +500,33 @@ class OrderPrefetcher:
     def wanted(self) -> Iterator[tuple[int, int]]:
         if not self._orders:
             return
-        absent, updates = self.table.is_absent, bool(self._orders[0].goes_at)
         if self.table.left:
             self._go_back()
-        if self._cursor < self.library.position:
-            self._cursor = self.library.position
+        cursor = self._cursor
+        if cursor < self.library.position:
+            cursor = self._cursor = self.library.position
         last = self._end if self.limits.page_prefetch is None else self._last_serial()
         if self._again:
             yield from self._wanted_again(last)
-        here = self._orders[0]
-        plain = here.uses if here.is_certain and not self._hinted else ()
-        while self._cursor <= last:
-            cursor = self._cursor
-            pages = plain[cursor] if cursor < len(plain) else self._pages_at(cursor)
-            if updates and self._is_updated_before(pages, self._cursor):
+        absent, makes_fresh = self.table.is_absent, self._makes_fresh
+        updates = self._orders[0].goes_at
+        low, high, uses = self._near
+        while cursor <= last:
+            if low <= cursor < high:
+                pages = uses[cursor - low]
+            else:
+                pages = self._pages_at(cursor)
+                low, high, uses = self._near
+            if updates and self._is_updated_before(pages, cursor):
+                self._cursor = cursor
                 yield from self._wanted_beyond(last)
                 return
             for page in pages:
                 if absent[page]:
-                    yield page, self._fresh_ahead() if self._makes_fresh else 0
-            self._cursor += 1
+                    self._cursor = cursor
+                    yield page, self._fresh_ahead() if makes_fresh else 0
+            cursor += 1
+        self._cursor = cursor
 
     def _wanted_beyond(self, last: int) -> Iterator[tuple[int, int]]:
         """The same behind entries whose pages are first updated at home: these keep their room."""
@@ -536,9 +573,15 @@ class OrderPrefetcher:
         order, position = self._orders[0], self.library.position
         for page in left:
             self._left[page] = 1
-            places = order.at[page] if order.is_certain else ()
-            first = bisect_right(places, position)
-            serial = places[first] if first < len(places) else self._next_serial(page)
+            if order.is_certain:  # (``_next_serial`` written out)
+                places = order.at[page]
+                first = bisect_right(places, position)
+                if first < len(places):
+                    serial = places[first]
+                else:
+                    serial = self._offsets[1] + self._later[page]
+            else:
+                serial = self._next_serial(page)
             if serial < self._cursor:
                 self._cursor = serial
             if LEAVES_NS <= until[page] < _FAR_NS and not is_evictable[page]:
@@ -547,16 +590,14 @@ class OrderPrefetcher:
 
     def _next_serial(self, page: int) -> int:
         """The entry ahead that uses a page; where nothing is known of one, the end."""
-        for cycle, order in enumerate(self._orders):
-            places = order.at[page]
-            if self.sets.holds[page]:
-                places = order.of_station.get(self.sets.station[page], [])
-            first = bisect_right(places, self.library.position) if cycle == 0 else 0
-            for at in range(first, len(places)):
-                place = places[at]
-                if cycle or order.is_certain or self.library.expects(order, place):
-                    return self._offsets[cycle] + place
-        return self._offsets[-1]
+        order = self._orders[0]
+        places = order.at[page]
+        if self.sets.holds[page]:
+            places = order.of_station.get(self.sets.station[page], [])
+        for place in places[bisect_right(places, self.library.position) :]:
+            if self.library.expects(order, place):
+                return place
+        return self._offsets[1] + self._later[page]
 
     def _last_serial(self) -> int:
         """The last entry that limits let pages be loaded for."""
@@ -578,6 +619,7 @@ class OrderPrefetcher:
         order = self._orders[cycle]
         place = serial - self._offsets[cycle]
         if order.is_certain and not self._hinted:
+            self._near = (self._offsets[cycle], self._offsets[cycle + 1], order.uses)
             return order.uses[place]
         entry = order.entries[place]
         set_index = self.stations.stations[entry.station].set_index

@@ -103,6 +103,7 @@ class Transfers:
     ) -> None:
         self.table = table
         self.engine = engine
+        self._now_ns = engine.now_ns
         self.num_frames = num_frames
         self.free = num_frames
         self.home_tier = home_tier
@@ -132,7 +133,7 @@ class Transfers:
         self._coming: deque[tuple[Ticket, int]] = deque()
         self.coming_frames = 0  # that evictions under way will give back
         self.evicting: dict[int, Ticket] = {}  # pages that may be rescued, and others
-        self._booked: dict[int, _Booking] = {}
+        self._booked: dict[int, _Booking] = {}  # of loads that did not find all frames free
         self._generation = [0] * len(table.pages)
         self._ended = -1  # commands that had ended at the last look; -1: look again
 
@@ -189,7 +190,7 @@ class Transfers:
         return tuple(tickets)
 
     def _unbook(self, page: int) -> None:
-        for ticket, frames in self._booked.pop(page):
+        for ticket, frames in self._booked.pop(page, ((None, self.table.frames[page]),)):
             if ticket is None or self._is_done(ticket):
                 self.free += frames
             else:  # if it failed, its page stays in these frames: ``_stays`` takes them out again
@@ -222,7 +223,6 @@ class Transfers:
             after = self._book(page, spare)
         else:  # nearly always
             self.free -= need
-            self._booked[page] = ((None, need),)
         if self.updating:
             after = self._behind_update(page, after)
         what = table.pages[page]
@@ -233,10 +233,13 @@ class Transfers:
         num_bytes = what.home_bytes
         self.in_flight_bytes += num_bytes
         self.bytes_in += num_bytes
-        if self.bytes_per_ns:
-            now = float(self.engine.now_ns())
-            start = max(self._in_busy_until_ns, now) if len(self.loading) > 1 else now
-            self._in_busy_until_ns = start + num_bytes / self.bytes_per_ns
+        rate = self.bytes_per_ns
+        if rate:
+            start, busy = self._now_ns(), self._in_busy_until_ns
+            if busy > start and len(self.loading) > 1:
+                self._in_busy_until_ns = busy + num_bytes / rate
+            else:
+                self._in_busy_until_ns = start + num_bytes / rate
         if seq < 0:
             self.prefetched.add(page)
         else:
@@ -262,7 +265,8 @@ class Transfers:
 
     def _arrived(self, page: int, ticket: Ticket) -> None:
         del self.loading[page]
-        del self._booked[page]
+        if self._booked:
+            self._booked.pop(page, None)
         table = self.table
         table.state[page] = _RESIDENT  # (``set_state`` of a page that was loading, written out)
         table.is_resident[page] = 1
@@ -276,10 +280,12 @@ class Transfers:
             if dur_ns > 0:  # (``_smoothed`` written out)
                 self.bytes_per_ns = rate + (0.1 if rate else 1.0) * (num_bytes / dur_ns - rate)
             self.in_flight_bytes -= num_bytes
-            seq = self._demanded.pop(page, -1) if self._demanded else -1
             if self.sink is not None:
                 act = Act.PREFETCH if page in self.prefetched else Act.LOAD
+                seq = self._demanded.get(page, -1)
                 self._record(ticket, seq, page, act, self.tier_of(page), Tier.DEVICE, num_bytes)
+            if self._demanded:
+                self._demanded.pop(page, None)
             self.prefetched.discard(page)
 
     def cancel_one_prefetch(self) -> bool:
@@ -509,11 +515,8 @@ class Transfers:
             return
         try:
             # What the engine has counted is done: tickets are read without asking it for each.
-            for page, ticket in list(self.loading.items()):
-                if ticket.done_ns >= 0:
-                    if ticket.error is not None:
-                        raise ticket.error
-                    self._arrived(page, ticket)
+            for page, ticket in _done(self.loading):
+                self._arrived(page, ticket)
             if self.storing or self.updating or self.evicting or self._coming:
                 self._poll_way_out()
         except Exception:
@@ -621,7 +624,7 @@ class Transfers:
             assert state != PageState.EVICTING or page in self.evicting, f"{page=} {state=}"
             evictable = state == PageState.RESIDENT and not table.pins[page]
             assert table.is_evictable[page] == evictable, f"{page=} {state=} {table.pins[page]=}"
-        assert set(self._booked) == set(self.loading)
+        assert set(self._booked) <= set(self.loading)
         assert self.prefetched <= set(self.loading)
         assert self.num_resident == int(table.resident.sum())
         held = sum(int(n) for n, r in zip(table.num_frames, table.resident, strict=True) if r)
