@@ -71,6 +71,8 @@ class Lookahead:
         self._margin = _SET_MARGIN if library.stations.sets else 1.0
         self._largest = max((p.home_bytes for p in self.table.pages), default=0)
         self._flight_bytes = max(tuning.flight_bytes, 2 * self._largest)
+        self._early_stores = tuning.early_stores if tuning.early_write_back else 0
+        self._is_limited = tuning.max_items is not None
 
     def begin_pass(self) -> None:
         """Put enough in flight for the longest time without a hook."""
@@ -102,7 +104,7 @@ class Lookahead:
                 return
             moved = transfers.bytes_in + transfers.bytes_out
         scheduled = room.planned and self.prefetcher.scheduled
-        stores = self.tuning.early_stores - len(transfers.storing)
+        stores = self._early_stores - len(transfers.storing)
         # Under a schedule what leaves has left, but for what lingers.
         if self._load_ahead(scheduled) and stores > 0 and (room.lingering or not scheduled):
             self._clean(stores, scheduled)
@@ -140,17 +142,16 @@ class Lookahead:
             return True
         frames_of = self.table.frames
         free = transfers.free + transfers.coming_frames
-        items = None if self.tuning.max_items is None else self._items()
+        items = self._items() if self._is_limited else None
         order, place = self.library.order, self.library.position
-        makes_fresh = order is not None and place >= 0 and order.fresh[place] > 0
+        makes_fresh = bool(order and order.makes_fresh and place >= 0 and order.fresh[place])
         queue = None
-        for page, reserve in self.prefetcher.wanted():
+        for page, fresh in self.prefetcher.wanted():
             if transfers.evicting and transfers.rescue(page):
                 free = transfers.available
                 room.keep(page)
                 continue
-            if makes_fresh:
-                reserve = self._reserve(reserve)
+            reserve = self._reserve(fresh) if makes_fresh else fresh
             need = frames_of[page]
             fits = need + reserve <= free
             if fits and items is None:
@@ -166,12 +167,9 @@ class Lookahead:
                     return True
                 free, items = space.frames, space.items
             transfers.load(page, -1, reserve)
-            if not scheduled:
-                if self._line_is_fed():
-                    return True
-            elif transfers.in_flight_bytes >= enough:
+            if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
                 return True
-            elif free <= 0 and not room.lingering and not transfers.evicting:
+            if scheduled and free <= 0 and not room.lingering and not transfers.evicting:
                 # Whatever else is wanted finds no room (``_situation`` written out).
                 self._stuck = (place, free, len(transfers.loading), self.created, False)
                 return True
@@ -191,10 +189,9 @@ class Lookahead:
         self.room.evict(victims)
         return True
 
-    def _items(self) -> int | None:
+    def _items(self) -> int:
         """Resident pages that may still be added."""
-        if self.tuning.max_items is None:
-            return None
+        assert self.tuning.max_items is not None
         return self.tuning.max_items - self.transfers.num_resident - len(self.transfers.loading)
 
     def _reserve(self, ahead: int) -> int:
@@ -213,8 +210,6 @@ class Lookahead:
 
     def _clean(self, stores: int, scheduled: bool) -> None:
         """Write back early what will have to go for the loads ahead."""
-        if not self.tuning.early_write_back:
-            return
         transfers = self.transfers
         victims: Iterable[int] = self.room.victims(self.library.now_ns).first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available

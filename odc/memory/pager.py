@@ -100,6 +100,7 @@ class Pager:
         self._visit_of: list[tuple[Visit, int] | None] = [None] * len(table.groups)
         self._station_of = self.stations.of_group
         self._least_free = transfers.num_frames  # since the last ``take``
+        self._taken = 0  # accesses until then
         self._mark = self._engine.now_ns()
 
     # -- what hooks call -------------------------------------------------------------------------
@@ -181,7 +182,6 @@ class Pager:
         room, transfers, counters = self.room, self.transfers, self.counters
         compute_ns = self._now_ns() - self._mark
         counters.compute_ns += compute_ns
-        counters.accesses += 1
         room.time += 1
         visit = self._visit
         if visit is not None:
@@ -195,7 +195,7 @@ class Pager:
             room.poll()
             state = self.table.state
             for page, _ in pages:
-                if state[page] != _RESIDENT:
+                if state[page] is not _RESIDENT:
                     self._make_resident(pages)
                     break
             else:
@@ -205,12 +205,15 @@ class Pager:
             self._unpin([page for page, _ in pages])
             raise
         if not only_reads:
-            for page, op in pages:
-                if op != _READ:
-                    transfers.dirtied(page)
+            self._write(pages)
         if transfers.free < self._least_free:
             self._least_free = transfers.free
         self._mark = self._now_ns()
+
+    def _write(self, pages: list[tuple[int, Op]]) -> None:
+        for page, op in pages:
+            if op != _READ:
+                self.transfers.dirtied(page)
 
     def release(self, group: int, kind: Kind, part: int | None = None) -> None:
         """Unpin pages; they may be evicted from now on."""
@@ -366,6 +369,7 @@ class Pager:
         counters.bytes_in, self.transfers.bytes_in = self.transfers.bytes_in, 0
         counters.bytes_out, self.transfers.bytes_out = self.transfers.bytes_out, 0
         counters.peak_page_bytes = self._peak_bytes()
+        counters.accesses, self._taken = self.room.time - self._taken, self.room.time
         self.counters, self._least_free = Counters(), self.transfers.free
         self._mark = self._engine.now_ns()
         return counters
@@ -409,11 +413,10 @@ class Pager:
         """A visit begins, without ``open_set``."""
         self._visit = visit = self.library.visit(station, phase)
         self._seq += 1
+        self._remaining = remaining = self._taped(station, phase) if visit.used is not None else []
         if self._ahead is not None:
             self._ahead.created = False
-        self._remaining = remaining = self._taped(station, phase) if visit.used is not None else []
-        if self.prefetcher is not None:
-            self.prefetcher.advance(visit, self.tokens, remaining)
+            self._ahead.prefetcher.advance(visit, self.tokens, remaining)
         return visit
 
     def _taped(self, station: int, phase: Phase) -> list[int]:
@@ -443,9 +446,10 @@ class Pager:
         if self._remaining:
             self._runs(self.stations.member_of[group])
         pages: list[tuple[int, Op]] = []
-        only_reads, ids = True, ()
+        only_reads = True
+        ids: Sequence[int]
         for kind, op in needs:
-            if op == _READ and not visit.dur_ns and visit.used is None:
+            if op is _READ and not visit.dur_ns and visit.used is None:
                 visit.kinds |= 1 << kind  # (``note`` written out)
             else:
                 visit.note(kind, op, self.stations.member_of[group])
@@ -457,7 +461,7 @@ class Pager:
                 ids = table.by_kind[group, kind]
             else:
                 ids = table.by_part.get((group, kind, part)) or table.of_part(group, kind, part)
-            if op == _CREATE:
+            if not only_reads and op == _CREATE:
                 op = self._creating(group)
             for page in ids:
                 pins[page] += 1

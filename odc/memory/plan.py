@@ -511,6 +511,7 @@ class OrderPrefetcher:
         absent, makes_fresh = self.table.is_absent, self._makes_fresh
         updates = self._orders[0].goes_at
         low, high, uses = self._near
+        pages: Sequence[int]
         while cursor <= last:
             if low <= cursor < high:
                 pages = uses[cursor - low]

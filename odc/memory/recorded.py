@@ -104,6 +104,7 @@ class RecordedOrder:
         mirror: for each backward entry, the forward entry it mirrors; -1 for none.
         of_station: entries of each set's station, ascending.
         fresh: frames that each entry makes fresh; of a set, one member at a time.
+        makes_fresh: some entry does.
         lasting_fresh, dying_fresh: before each entry, the frames that entries make fresh and that
             outlive their visit, and the number of those whose do not.
         most_dying: the most frames of the latter.
@@ -119,6 +120,7 @@ class RecordedOrder:
         self.longest_ns = 0.0
         self._chances: list[float] = []
         self.fresh: list[int] = []
+        self.makes_fresh = False
         self.lasting_fresh: list[int] = [0]
         self.dying_fresh: list[int] = [0]
         self.most_dying = 0
@@ -267,6 +269,7 @@ class RecordedOrder:
         """Running sums of the frames that entries make fresh."""
         self.lasting_fresh, self.dying_fresh, self.most_dying = [0], [0], 0
         self.fresh = [self._frames_of(entry) for entry in self.entries]
+        self.makes_fresh = any(self.fresh)
         for frames, entry in zip(self.fresh, self.entries, strict=True):
             dies = bool(frames and entry.dies)
             self.lasting_fresh.append(self.lasting_fresh[-1] + (0 if dies else frames))
