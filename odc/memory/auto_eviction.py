@@ -15,12 +15,11 @@ in the first passes of each context, and then in a round of passes in eight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from odc.memory.events import Op
 from odc.memory.ghosts import FrequencyGhost, Ghost, PlanGhost, RecencyGhost
 from odc.memory.pages import PageTable
 from odc.memory.prefetch import Prefetcher
@@ -99,8 +98,8 @@ class Auto(Lru):
 
     # -- what happens ----------------------------------------------------------------------------
 
-    def accessed(self, pages: Iterable[tuple[int, int]], capacity: int) -> None:
-        """Pages are needed, for an operation each, and held; ``capacity``: frames there are."""
+    def accessed(self, pages: Iterable[int], created: Container[int], capacity: int) -> None:
+        """Pages are needed, some to be made fresh, and held; ``capacity``: frames there are."""
         plan = self._plan
         if plan is not None and self._prefetcher is not None:
             version = self._prefetcher.version
@@ -108,8 +107,8 @@ class Auto(Lru):
                 self._version = version
                 plan.changed()
         ghosts = self.ghosts.values()
-        for page, op in pages:
-            loads = op != Op.CREATE
+        for page in pages:
+            loads = page not in created
             for ghost in ghosts:
                 ghost.access(page, capacity, loads)
 

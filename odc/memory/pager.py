@@ -188,32 +188,27 @@ class Pager:
             visit.dur_ns += compute_ns
         if visit is None or visit.station != self._station_of[group] or visit.phase != phase:
             visit = self._enter(self._station_of[group], phase)
-        pages, only_reads = self._pin(group, needs, part, visit, compute_ns)
+        pages, changed = self._pin(group, needs, part, visit, compute_ns)
         if room.chooser is not None and room.chooser.awake:
-            room.chooser.accessed(pages, transfers.num_frames)
+            room.chooser.accessed(pages, _created(changed), transfers.num_frames)
         try:
             room.poll()
             state = self.table.state
-            for page, _ in pages:
+            for page in pages:
                 if state[page] is not _RESIDENT:
-                    self._make_resident(pages)
+                    self._make_resident(pages, _created(changed))
                     break
             else:
                 if self._ahead is not None:
                     self._ahead.think()
         except Exception:
-            self._unpin([page for page, _ in pages])
+            self._unpin(pages)
             raise
-        if not only_reads:
-            self._write(pages)
+        for page, _ in changed:
+            transfers.dirtied(page)
         if transfers.free < self._least_free:
             self._least_free = transfers.free
         self._mark = self._now_ns()
-
-    def _write(self, pages: list[tuple[int, Op]]) -> None:
-        for page, op in pages:
-            if op != _READ:
-                self.transfers.dirtied(page)
 
     def release(self, group: int, kind: Kind, part: int | None = None) -> None:
         """Unpin pages; they may be evicted from now on."""
@@ -439,21 +434,20 @@ class Pager:
         part: int | None,
         visit: Visit,
         compute_ns: int,
-    ) -> tuple[list[tuple[int, Op]], bool]:
-        """Note and pin what is needed; returns the pages, and whether they are only read."""
+    ) -> tuple[Sequence[int], list[tuple[int, Op]]]:
+        """Note and pin what is needed; returns the pages, and those that are not only read."""
         table, pins, is_evictable = self.table, self.table.pins, self.table.is_evictable
         self._visit_of[group] = (visit, len(self.library.live))
         if self._remaining:
             self._runs(self.stations.member_of[group])
-        pages: list[tuple[int, Op]] = []
-        only_reads = True
+        pages: Sequence[int] = ()
+        changed: list[tuple[int, Op]] = []
         ids: Sequence[int]
         for kind, op in needs:
             if op is _READ and not visit.dur_ns and visit.used is None:
                 visit.kinds |= 1 << kind  # (``note`` written out)
             else:
                 visit.note(kind, op, self.stations.member_of[group])
-                only_reads = only_reads and op == _READ
             if self.sink is not None and not part:
                 self._write_need(group, kind, op, compute_ns, Phase(visit.phase))
                 compute_ns = 0
@@ -461,13 +455,14 @@ class Pager:
                 ids = table.by_kind[group, kind]
             else:
                 ids = table.by_part.get((group, kind, part)) or table.of_part(group, kind, part)
-            if not only_reads and op == _CREATE:
-                op = self._creating(group)
             for page in ids:
                 pins[page] += 1
                 is_evictable[page] = 0
-                pages.append((page, op))
-        return pages, only_reads
+            if op != _READ:
+                op = self._creating(group) if op == _CREATE else op
+                changed += [(page, op) for page in ids]
+            pages = [*pages, *ids] if pages else ids
+        return pages, changed
 
     def _runs(self, member: int) -> None:
         """A member of the set that is visited runs."""
@@ -500,8 +495,8 @@ class Pager:
 
     # -- making pages resident -------------------------------------------------------------------
 
-    def _make_resident(self, pages: list[tuple[int, Op]]) -> None:
-        waiting = self._demand(pages)
+    def _make_resident(self, pages: Sequence[int], created: Sequence[int]) -> None:
+        waiting = self._demand(pages, created)
         self._think()
         stalled = False
         for page in waiting:
@@ -513,11 +508,11 @@ class Pager:
         if self._ahead is not None:
             self._ahead.think()
 
-    def _demand(self, pages: list[tuple[int, Op]]) -> list[int]:
+    def _demand(self, pages: Sequence[int], created: Sequence[int]) -> list[int]:
         """Submit what is missing; returns the pages to wait for."""
         table, transfers = self.table, self.transfers
         waiting: list[int] = []
-        for page, op in pages:
+        for page in pages:
             state = table.state[page]
             if state == PageState.RESIDENT or page in waiting:
                 continue
@@ -527,7 +522,7 @@ class Pager:
             if state == PageState.LOADING:
                 continue
             self._make_room(table.frames[page])
-            if op == Op.CREATE:
+            if page in created:
                 transfers.create(page)
             else:
                 self.counters.misses += 1
@@ -559,3 +554,8 @@ class Pager:
                     self.transfers.policy,
                 )
         return waited > 0
+
+
+def _created(changed: Sequence[tuple[int, Op]]) -> Sequence[int]:
+    """The pages that are made fresh."""
+    return [page for page, op in changed if op == _CREATE]

@@ -256,8 +256,10 @@ def test_a_schedule_is_followed_only_where_the_plan_s_order_is_in_charge() -> No
             if self._contexts[ctx].passes > 6:
                 self.chosen = "lru"
 
-        def accessed(self, pages: object, capacity: int) -> None:  # type: ignore[override]
-            super().accessed(pages, capacity)  # type: ignore[arg-type]
+        def accessed(  # type: ignore[override]
+            self, pages: object, created: object, capacity: int
+        ) -> None:
+            super().accessed(pages, created, capacity)  # type: ignore[arg-type]
             assert self._prefetcher is not None
             scheduled.append(self._prefetcher.scheduled)
 
