@@ -20,6 +20,7 @@ from odc.memory.transfers import Transfers
 
 _EVICTING = PageState.EVICTING  # looking up a member's name is slow
 _REST = 3  # accesses of members to let pass after one for which there was nothing to move
+_SMOOTH = 0.3  # weight of the last pass in how busy the line is
 _SET_MARGIN = 1.05  # guesses that are equal would swap for ever
 
 
@@ -90,7 +91,9 @@ class Lookahead:
         elapsed, loaded = now - self._mark[0], moved - self._mark[1]
         self._mark = (now, moved)
         if elapsed > 0 and transfers.bytes_per_ns:
-            self.prefetcher.utilization = min(loaded / transfers.bytes_per_ns / elapsed, 1.0)
+            busy = min(loaded / transfers.bytes_per_ns / elapsed, 1.0)
+            before = self.prefetcher.utilization
+            self.prefetcher.utilization = before + _SMOOTH * (busy - before) if before else busy
 
     def think(self) -> None:
         """Load ahead and write back early, as far as the plan and the lines allow."""

@@ -34,7 +34,9 @@ _UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
 _FAR_NS = UNKNOWN_NS / 8  # from there on no use is in sight
 _CHANGED = 0.25  # a chance that moves by so much is taken in at once
 _NEVER = 0.02  # what is less likely is not expected
-_WORTH = 0.1  # least chance at which an entry is worth a load on a line that is always busy
+_WORTH = 0.1  # least chance at which an entry is worth a load, times how busy the line in is
+_BUSY, _FULL = 0.9, 0.97  # from there on, and where it has no time to spare,
+_FULL_WORTH = 0.6  # this: there every load that is not used delays one that is
 _KNOWN_CHAINS = 64  # chains of passes whose first uses are kept
 _BEYOND = 64  # entries that are looked at behind one that waits for an update
 _SET_PASSES = 3  # passes for which members of sets are loaded ahead
@@ -633,7 +635,11 @@ class OrderPrefetcher:
 
     def _least_worth(self) -> float:
         """Least chance at which an entry is worth a load, as busy as the line in is."""
-        return min(max(_WORTH * self.utilization, _NEVER), CERTAIN)
+        worth = _WORTH * self.utilization
+        full = min((self.utilization - _BUSY) / (_FULL - _BUSY), 1.0)
+        if full > 0.0:
+            worth += full * (_FULL_WORTH - _WORTH)
+        return max(worth, _NEVER)
 
     def _set_pages(self, entry: Entry, set_index: int, serial: int, cycle: int) -> list[int]:
         members = self._remaining

@@ -22,7 +22,7 @@ class Prefetcher(Protocol):
             ``LEAVES_NS`` on the page is to leave, or nothing is known of its next use.
         version: changes when many of them did.
         scheduled: a schedule says what leaves; only that makes room for loads ahead.
-        utilization: share of the last pass for which the line in was busy, told by the pager: on
+        utilization: share of the last passes for which the line in was busy, told by the pager: on
             a line that stands idle much less likely pages are worth a load.
     """
 

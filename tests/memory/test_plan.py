@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -162,13 +162,15 @@ def test_an_uncertain_use_stands_for_the_harmonic_mean_of_its_times(quarters: in
     assert low <= found <= high
 
 
-def branching(utilization: float) -> tuple[Player, OrderPrefetcher]:
-    """Layers 1 to 4, or in a few of all passes 5 to 8 instead; 0 before, 10 and 11 behind."""
+def branching(
+    utilization: float, others: Container[int] = (15, 35)
+) -> tuple[Player, OrderPrefetcher]:
+    """Layers 1 to 4, or in some of 40 passes 5 to 8 instead; 0 before, 10 and 11 behind."""
     library = OrderLibrary(stations(12))
     prefetcher = replay(library)
     player = Player(library, prefetcher)
     for number in range(40):
-        player.pass_of([0, 5, 6, 7, 8, 10, 11] if number in (15, 35) else [0, 1, 2, 3, 4, 10, 11])
+        player.pass_of([0, 5, 6, 7, 8, 10, 11] if number in others else [0, 1, 2, 3, 4, 10, 11])
     prefetcher.utilization = utilization
     library.begin_pass(0)
     player.begin(0)
@@ -180,6 +182,13 @@ def test_on_an_idle_line_what_is_unlikely_is_loaded_too() -> None:
     assert [page for page, _ in idle.wanted()][:11] == list(range(9)) + [10, 11]
     _, busy = branching(1.0)
     assert [page for page, _ in busy.wanted()][:7] == [0, 1, 2, 3, 4, 10, 11]
+
+
+def test_on_a_line_without_time_to_spare_even_odds_are_not_worth_a_load() -> None:
+    _, busy = branching(0.85, range(0, 40, 2))
+    assert sorted([page for page, _ in busy.wanted()][:11]) == [*range(9), 10, 11]
+    _, full = branching(1.0, range(0, 40, 2))
+    assert [page for page, _ in full.wanted()][:3] == [0, 10, 11]
 
 
 def test_a_branch_that_is_taken_is_certain_from_its_first_layer_on() -> None:
