@@ -8,7 +8,8 @@ schedule that a search found. Measured steps start from an emptied device, after
 
 W4 is judged visit by visit too: the first pass of each visit to a context against the best schedule
 found from the residency it found. W5 is also held against policies that do not know which layers a
-pass will use, as the pager does not; the best schedule does.
+pass will use, as the pager does not; the best schedule does. A last table has the pager told by
+``model.hint``, when a pass begins, what that pass will use.
 """
 
 from __future__ import annotations
@@ -32,7 +33,15 @@ from odc.memory.replay.simulate import virtual_drive
 from odc.memory.replay.synthetic import Shape, find
 from odc.train.policies import make_policy
 from odc.train.run_dir import machine
-from odc.train.simulation import SimRow, find_floors, made_case, make_setting, run_policy
+from odc.train.simulation import (
+    Case,
+    Setting,
+    SimRow,
+    find_floors,
+    made_case,
+    make_setting,
+    run_policy,
+)
 
 WORKLOADS = "W1,W1a,W1r,W2,W2s,W3,W4,W5p10,W5p20,W5p30,W5b"
 SHARES = (0.25, 0.5, 0.75)
@@ -42,6 +51,9 @@ UNKNOWN = """\
 W5 beside policies that do not know which layers a pass will use (`odc.memory.replay.rollout`, with
 the true chances): elapsed over theirs (bold), over the best schedule found, which knows, and
 theirs over that (in brackets)."""
+TOLD = """\
+W5 where each pass is told when it begins which layers it will use (`model.hint`), elapsed over the
+best schedule found, which knows them of all passes:"""
 FIRST_PASSES = "First passes of visits to a context in W4, over the best found from there:"
 OURS, BASE = "cost_aware+popularity", "lru+next_k"
 
@@ -102,6 +114,46 @@ def unknown_table(rows: Rows) -> Iterator[str]:
                     f"({online_s / best:.3f})"
                 )
             yield f"| {name} {share:g} | {' | '.join(cells)} |"
+
+
+def told_table(rows: Rows) -> Iterator[str]:
+    """The same for W5, where what a pass will use is told when it begins."""
+    yield f"| workload, C | {' | '.join(f'r {r:g}' for r in RATIOS)} |"
+    yield "|---" * (len(RATIOS) + 1) + "|"
+    for name in sorted({name for name, _, _ in rows if name.startswith("W5")}):
+        case = made_case(name, seed=0, warm_up=None, steps=None)
+        for share in SHARES:
+            found = [
+                told_s(case, make_setting(case, budget=share, r=r))
+                / (rows[name, share, r].best_found_s or float("nan"))
+                for r in RATIOS
+            ]
+            yield f"| {name} {share:g} | {' | '.join(f'{ratio:.3f}' for ratio in found)} |"
+
+
+def told_s(case: Case, setting: Setting) -> float:
+    """What the measured steps take with hints."""
+    eviction, prefetch = make_policy(OURS, case.workload)
+    drive = virtual_drive(
+        case.workload,
+        budget_bytes=setting.budget_bytes,
+        link=setting.link,
+        eviction=eviction,
+        prefetch=prefetch,
+    )
+    pager, plain = drive.pager, drive.pager.begin_pass
+    groups = range(len(pager.table.groups))
+    coming = iter(used_groups(case.workload))
+
+    def begin_pass(ctx: int, tokens: int = 0) -> None:
+        plain(ctx, tokens)
+        used = set(next(coming))
+        pager.hint(groups, [float(group in used) for group in groups])
+
+    pager.begin_pass = begin_pass  # type: ignore[method-assign]
+    drive.run(case.first)
+    drive.empty()
+    return sum(p.elapsed_ns for p in drive.run().after(case.first).passes) / 1e9
 
 
 def visits(share: float, r: float, moves: int) -> list[Visit]:
@@ -205,6 +257,7 @@ def main() -> None:
     parts = [table(names, args.moves, rows)]
     if any(name.startswith("W5") for name in names):
         parts += [iter(["", *UNKNOWN.splitlines(), ""]), unknown_table(rows)]
+        parts += [iter(["", *TOLD.splitlines(), ""]), told_table(rows)]
     if "W4" in names:
         parts += [iter(["", FIRST_PASSES, ""]), visit_table(args.moves)]
     for part in parts:
