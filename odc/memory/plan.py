@@ -1,4 +1,4 @@
-"""The plan: when each page is used next, and which pages to load ahead.
+"""The plan: when each page is used next; ``wishes.py`` says from it which pages to load ahead.
 
 For every page the plan holds the time of its next use on the clock of ``orders.py`` (compute along
 the expected order). With certain uses, evicting the page with the farthest one is Belady's order.
@@ -11,8 +11,7 @@ certain late; with nothing known but frequencies this is GDSF's frequency x cost
 loaded ahead only over victims that are needed later than it is (Cao, Felten, Karlin and Li, 1995).
 
 All is incremental. A page's time is worked out when its use ends and holds until the order is
-left; only then, and when a pass comes that was not expected, are all pages looked at. The cursor
-of the wish list moves on over pages that are there, and goes back for one that left.
+left; only then, and when a pass comes that was not expected, are all pages looked at.
 """
 
 from __future__ import annotations
@@ -24,23 +23,16 @@ from typing import Any
 import numpy as np
 
 from odc.memory.orders import OrderLibrary
-from odc.memory.plan_sets import SOONEST_NS, UNKNOWN_NS, SetTimes
+from odc.memory.plan_sets import FAR_NS, SOONEST_NS, UNKNOWN_NS, SetTimes
 from odc.memory.prefetch import LEAVES_NS, THRESHOLD, Limits
-from odc.memory.recorded import CERTAIN, Entry, RecordedOrder
+from odc.memory.recorded import CERTAIN, RecordedOrder
 from odc.memory.scores import SetScorer
 from odc.memory.stations import Visit
+from odc.memory.wishes import NEVER, WishList
 
 _UNKNOWN_STEP = 32.0  # doubles near 1e17 are 16 apart
-_FAR_NS = UNKNOWN_NS / 8  # from there on no use is in sight
 _CHANGED = 0.25  # a chance that moves by so much is taken in at once
-_NEVER = 0.02  # what is less likely is not expected
-_WORTH = 0.1  # least chance at which an entry is worth a load, times how busy the line in is
-_BUSY, _FULL = 0.9, 0.97  # from there on, and where it has no time to spare,
-_FULL_WORTH = 0.6  # this: there every load that is not used delays one that is
 _KNOWN_CHAINS = 64  # chains of passes whose first uses are kept
-_BEYOND = 64  # entries that are looked at behind one that waits for an update
-_SET_PASSES = 3  # passes for which members of sets are loaded ahead
-_NOWHERE: tuple[int, int, Sequence[tuple[int, ...]]] = (0, 0, ())
 _SETS_AHEAD = 4  # sets whose new scores are taken in at once; the others when they come near
 
 
@@ -55,6 +47,13 @@ class OrderPrefetcher:
         limits: how far ahead pages may be loaded.
         threshold: least probability at which a page is worth loading ahead.
         sets: works out the times of pages of sets; ``SetTimes`` where not given.
+
+    Attributes:
+        sets: that.
+        wishes: the wish list.
+        hinted: by station, P(visited in this pass), where it was told.
+        left: (num_pages,) whether a page left since its last use.
+        remaining: members of the set that is visited that will run, in order.
     """
 
     def __init__(
@@ -68,8 +67,6 @@ class OrderPrefetcher:
         self.library = library
         self.stations = library.stations
         self.table = library.stations.table
-        self.limits = limits or Limits()
-        self.threshold = threshold
         count = len(self.table.pages)
         self.until = np.full(count, UNKNOWN_NS)
         self._until_of: Any = self.until.data  # to read one is faster than of an array
@@ -78,7 +75,9 @@ class OrderPrefetcher:
         self.version = 0
         self.scheduled = False
         self.utilization = 0.0
-        self._hinted: dict[int, float] = {}  # station -> P(visited in this pass)
+        self.hinted: dict[int, float] = {}
+        self.left = bytearray(count)
+        self.remaining: Sequence[int] = ()
         self._seen: dict[int, float] = {}  # entries of this pass whose chance has changed
         self._reach: list[float] = []  # chances of the next entries, where they are uncertain
         self._leaves: list[list[frozenset[int]]] = []  # of this pass, then of those before it
@@ -86,7 +85,6 @@ class OrderPrefetcher:
         self._schedule: object = None
         self._first: frozenset[int] | None = None
         self._anew = False  # the schedule has changed
-        self._left = bytearray(count)  # pages that left since their last use
         self.sets = (sets or SetTimes)(library, scorer, self.until)
         self._has_sets = bool(self.stations.sets)
         self._uses = 0
@@ -95,17 +93,10 @@ class OrderPrefetcher:
         self._position = -1
         self._chain: tuple[int, ...] = ()
         self._orders: list[RecordedOrder] = []  # this pass's and those expected after it
-        self._offsets: list[int] = []  # serial number of the first entry of each
         self._starts: list[float] = []  # clock at the beginning of each
-        self._makes_fresh = False  # some entry of them does
         self._after: list[float] = []  # by page: first use in later passes, from the end of this
-        self._later: list[int] = []  # by page: the number of the entry there, counted alike
         self._after_of: dict[tuple[tuple[int, int], ...], tuple[list[float], list[int]]] = {}
-        self._end = -1  # serial number of the last entry of passes in sight
-        self._near: tuple[int, int, Sequence[tuple[int, ...]]] = _NOWHERE  # pages by entry
-        self._cursor = 0  # serial number of the entry that is looked at next
-        self._again: list[int] = []  # serial numbers of sets to look at again
-        self._remaining: Sequence[int] = ()
+        self.wishes = WishList(self, limits or Limits(), threshold)
 
     # -- what the pager tells --------------------------------------------------------------------
 
@@ -115,7 +106,7 @@ class OrderPrefetcher:
             self._begin_pass()
         order = library.order
         if self._has_sets:
-            self._remaining = remaining
+            self.remaining = remaining
             set_index = self.stations.set_of[visit.station]
             if set_index >= 0 and visit.order:
                 self.sets.observe(visit, set_index, tokens)
@@ -125,8 +116,8 @@ class OrderPrefetcher:
             if self._reach:  # the visit that was expected: nothing was learned
                 self._reach = []
             self._position = position = library.position
-            if position > self._cursor:
-                self._cursor = position
+            if position > self.wishes.cursor:
+                self.wishes.cursor = position
         else:
             self._follow()
             self._look_ahead()
@@ -138,7 +129,7 @@ class OrderPrefetcher:
         set_index = self.stations.set_of[visit.station]
         if visit.phase != self._phase:
             self._rekey_sets(range(len(self.stations.sets)))
-            self._cursor = max(self.library.position, 0)
+            self.wishes.cursor = max(self.library.position, 0)
         elif set_index >= 0:
             self._rekey_sets([set_index, *self._sets_ahead()])
         self._phase = visit.phase
@@ -147,7 +138,7 @@ class OrderPrefetcher:
         """The place in the order has moved."""
         position, skipped = self.library.position, self.library.skipped
         if position < self._position:
-            self._cursor = 0
+            self.wishes.cursor = 0
             self._rekey_all()
         elif skipped:
             order = self.library.order
@@ -157,7 +148,7 @@ class OrderPrefetcher:
                     self.until[page] = self._next_use(page)
             self.version += 1
         self._position = position
-        self._cursor = max(self._cursor, position)
+        self.wishes.cursor = max(self.wishes.cursor, position)
 
     def _look_ahead(self) -> None:
         """Where passes differ: which of the next entries can still come, seen from here."""
@@ -167,25 +158,25 @@ class OrderPrefetcher:
             self._reach = []
             return
         self._reach = order.reach(position)
-        worth = self._least_worth()
+        worth = self.wishes.least_worth()
         for place, chance in enumerate(self._reach, start=position + 1):
             before = self._seen.get(place, order.entries[place].chance)
-            if abs(chance - before) < _CHANGED and (chance < _NEVER) == (before < _NEVER):
+            if abs(chance - before) < _CHANGED and (chance < NEVER) == (before < NEVER):
                 continue
             self._seen[place] = chance
             for page in order.uses[place]:
                 self.until[page] = self._next_use(page)
                 self.version += 1
             if before < worth <= chance:  # passed over until now
-                self._cursor = min(self._cursor, place)
+                self.wishes.cursor = min(self.wishes.cursor, place)
 
-    def _chance(self, order: RecordedOrder, place: int) -> float:
+    def chance(self, order: RecordedOrder, place: int) -> float:
         """P(an entry of this pass is visited), from where the pass is and from its tape."""
         library = self.library
         if not library.expects(order, place):
             return 0.0
-        if self._hinted:
-            hinted = self._hinted.get(order.entries[place].station)
+        if self.hinted:
+            hinted = self.hinted.get(order.entries[place].station)
             if hinted is not None:
                 return hinted
         mirror = order.mirror[place]
@@ -194,11 +185,14 @@ class OrderPrefetcher:
         ahead = place - library.position - 1
         return self._reach[ahead] if ahead < len(self._reach) else order.entries[place].chance
 
+    def wanted(self) -> Iterator[tuple[int, int]]:
+        return self.wishes.wanted()
+
     def next_use(self, page: int) -> float:
         library = self.library
         if library.passes != self._pass:  # a page may be held from one pass into the next
             self._begin_pass()
-        self._left[page] = 0
+        self.left[page] = 0
         order = library.order
         if order is not None and order.writes and self._is_written_yet(page, order):
             return library.now_ns
@@ -228,7 +222,7 @@ class OrderPrefetcher:
             return UNKNOWN_NS - _UNKNOWN_STEP * self._uses
         if self.sets.holds[page]:
             return float(self.sets.later[page])
-        if order.is_certain and not order.goes_at and not self._hinted:  # nearly always
+        if order.is_certain and not order.goes_at and not self.hinted:  # nearly always
             uses = order.at[page]
             first = bisect_right(uses, library.position)
             if first < len(uses):
@@ -249,15 +243,15 @@ class OrderPrefetcher:
         library = self.library
         uses = order.at[page]
         after = library.end_ns + self._after[page]
-        if order.goes_at and self._goes_ahead(page, order):
+        if order.goes_at and self.goes_ahead(page, order):
             after = max(after, UNKNOWN_NS / 2)  # what comes after the update is no use of this copy
         first = bisect_right(uses, library.position)
-        if order.is_certain and not self._hinted:
+        if order.is_certain and not self.hinted:
             return library.base_ns + order.start_ns[uses[first]] if first < len(uses) else after
         for at in range(first, len(uses)):
             place = uses[at]
-            chance = self._chance(order, place)
-            if chance < _NEVER:
+            chance = self.chance(order, place)
+            if chance < NEVER:
                 continue
             time = library.base_ns + order.start_ns[place]
             if chance >= CERTAIN or order.mirror[place] >= 0:
@@ -265,7 +259,7 @@ class OrderPrefetcher:
             return _mean_time(library.now_ns, chance, time, after)
         return after
 
-    def _goes_ahead(self, page: int, order: RecordedOrder) -> bool:
+    def goes_ahead(self, page: int, order: RecordedOrder) -> bool:
         """Whether a page still leaves for an update in this pass."""
         goes, library = order.goes_at.get(page), self.library
         if not goes or goes[-1] < library.position:
@@ -274,7 +268,7 @@ class OrderPrefetcher:
 
     def _has_to_leave(self, page: int, order: RecordedOrder) -> bool:
         """Whether the schedule lets a page go after its last use, and it has not gone yet."""
-        if self._left[page]:
+        if self.left[page]:
             return False  # it has been loaded for its next use since, or it will be
         uses = order.held_at[page]
         at = bisect_right(uses, self.library.position)
@@ -305,7 +299,7 @@ class OrderPrefetcher:
         """
         self._first = first
         if first is not None:  # it knows what is resident, whenever that came
-            self._left = bytearray(len(self._left))
+            self.left = bytearray(len(self.left))
         self._anew = self._anew or schedule is not self._schedule
         self._schedule, self._cycle, self._leaves = schedule, orders, leaves
         self.scheduled = schedule is not None
@@ -322,13 +316,13 @@ class OrderPrefetcher:
         for group, score in zip(groups, scores, strict=True):
             station = self.stations.of_group[group]
             if self.stations.stations[station].set_index < 0:
-                self._hinted[station] = min(max(float(score), 0.0), 1.0)
-                self._near = _NOWHERE
+                self.hinted[station] = min(max(float(score), 0.0), 1.0)
         if order is None or not self._orders:
             return
-        if self._hinted:
+        if self.hinted:
+            self.wishes.forget_near()
             self._rekey_all()
-            self._cursor = max(self.library.position, 0)
+            self.wishes.cursor = max(self.library.position, 0)
         self._rekey_sets(sets)
 
     # -- passes ----------------------------------------------------------------------------------
@@ -341,13 +335,13 @@ class OrderPrefetcher:
         library = self.library
         self._pass, self._phase, self._position = library.passes, -1, -1
         self._seen.clear()
-        self._hinted.clear()
-        self._near = _NOWHERE
+        self.hinted.clear()
         self._reach = []
-        passed = len(self._orders[0].entries) if self._orders else 0
+        passed = bool(self._orders)
         before, self._chain = self._chain, library.chain
-        self._orders, self._offsets, self._starts = [], [0], []
+        self._orders, self._starts = [], []
         if library.order is None:
+            self.wishes.begin_pass((), (), False)
             return
         start = library.base_ns
         for ctx in (library.ctx, *library.chain):
@@ -355,25 +349,20 @@ class OrderPrefetcher:
             if order is None:
                 break
             self._orders.append(order)
-            self._offsets.append(self._offsets[-1] + len(order.entries))
             self._starts.append(start)
             start += order.total_ns
-        self._makes_fresh = any(o.lasting_fresh[-1] or o.most_dying for o in self._orders)
-        follows = library.as_expected and bool(passed) and before[1:] == self._chain[:-1]
+        follows = library.as_expected and passed and before[1:] == self._chain[:-1]
         follows, self._anew = follows and not self._anew, False
-        self._after, self._later = self._first_uses()
-        self._end = self._last_serial()
-        if not follows:
-            self._cursor = 0
+        self._after, later = self._first_uses()
+        self.wishes.begin_pass(self._orders, later, follows)
+        if follows:
+            self._find_far()
+        else:
             self._rekey_all()
-            return
-        self._cursor = max(self._cursor - passed, 0)
-        self._again = [s - passed for s in self._again if s >= passed]
-        self._find_far()
 
     def _find_far(self) -> None:
         """One more pass is in sight: pages that had no use so far may have one in it."""
-        far = np.flatnonzero(self.until >= _FAR_NS)
+        far = np.flatnonzero(self.until >= FAR_NS)
         for page in far.tolist():
             if not self.sets.holds[page]:
                 self.until[page] = self._next_use(page)
@@ -438,7 +427,7 @@ class OrderPrefetcher:
         ahead = [
             place
             for place in range(library.position + 1, len(order.entries))
-            if self._chance(order, place) >= _NEVER
+            if self.chance(order, place) >= NEVER
         ]
         self._note_uses(times, order, ahead, library.base_ns, library.now_ns)
         if library.position >= 0:
@@ -453,6 +442,10 @@ class OrderPrefetcher:
         self.until[outside] = np.array(times)[outside]
         self.version += 1
 
+    def _note_left(self) -> None:
+        for page in self.table.left:
+            self.left[page] = 1
+
     # -- sets ------------------------------------------------------------------------------------
 
     def _sets_ahead(self) -> list[int]:
@@ -466,187 +459,14 @@ class OrderPrefetcher:
             if index < len(places):
                 ahead.append((places[index], station))
         ahead = sorted(ahead)[:_SETS_AHEAD]
-        again = {max(position, 0), *(place for place, _ in ahead)}
-        self._again = sorted(again.union(self._again))
+        self.wishes.look_again([max(position, 0), *(place for place, _ in ahead)])
         return [self.stations.stations[station].set_index for _, station in ahead]
 
     def _rekey_sets(self, sets: Iterable[int]) -> None:
         passes = list(zip(self._orders, self._starts, strict=True))
         for set_index in sets:
-            self.sets.rekey(set_index, passes, self._remaining)
+            self.sets.rekey(set_index, passes, self.remaining)
         self.version += 1
-
-    def _fresh_ahead(self) -> int:
-        """Frames to leave free: for the next visit, or under a schedule up to the cursor.
-
-        A schedule gives frames to what needs them in the order of need.
-        """
-        if not self._makes_fresh:
-            return 0
-        position = self.library.position
-        if not self.scheduled:
-            return self._orders[0].frames_to_create(position + 1)
-        lasting, dying = 0, 0
-        for cycle, order in enumerate(self._orders):
-            low = position + 1 if cycle == 0 else 0
-            high = min(len(order.entries), self._cursor - self._offsets[cycle] + 1)
-            if high <= low:
-                break
-            lasting += order.lasting_fresh[high] - order.lasting_fresh[low]
-            if order.dying_fresh[high] > order.dying_fresh[low]:
-                dying = max(dying, order.most_dying)
-        return lasting + dying
-
-    # -- the wish list ---------------------------------------------------------------------------
-
-    def wanted(self) -> Iterator[tuple[int, int]]:
-        if not self._orders:
-            return
-        if self.table.left:
-            self._go_back()
-        cursor = self._cursor
-        if cursor < self.library.position:
-            cursor = self._cursor = self.library.position
-        last = self._end if self.limits.page_prefetch is None else self._last_serial()
-        if self._again:
-            yield from self._wanted_again(last)
-        absent, makes_fresh = self.table.is_absent, self._makes_fresh
-        updates = self._orders[0].goes_at
-        low, high, uses = self._near
-        pages: Sequence[int]
-        while cursor <= last:
-            if low <= cursor < high:
-                pages = uses[cursor - low]
-            else:
-                pages = self._pages_at(cursor)
-                low, high, uses = self._near
-            if updates and self._is_updated_before(pages, cursor):
-                self._cursor = cursor
-                yield from self._wanted_beyond(last)
-                return
-            for page in pages:
-                if absent[page]:
-                    self._cursor = cursor
-                    yield page, self._fresh_ahead() if makes_fresh else 0
-            cursor += 1
-        self._cursor = cursor
-
-    def _wanted_beyond(self, last: int) -> Iterator[tuple[int, int]]:
-        """The same behind entries whose pages are first updated at home: these keep their room."""
-        order, absent, held = self._orders[0], self.table.is_absent, 0
-        seen: set[int] = set()
-        for serial in range(self._cursor, min(last, self._cursor + _BEYOND) + 1):
-            for page in self._pages_at(serial):
-                if not absent[page] or page in seen:
-                    continue
-                seen.add(page)
-                if self._goes_ahead(page, order):
-                    held += self.table.frames[page]
-                else:
-                    yield page, self._fresh_ahead() + held
-
-    def _wanted_again(self, last: int) -> Iterator[tuple[int, int]]:
-        """The same of sets that the cursor has passed, whose scores have changed."""
-        absent = self.table.is_absent
-        while self._again:
-            serial = self._again[0]
-            if serial >= self._cursor or serial > last:
-                self._again.clear()
-                break
-            if serial >= self.library.position:
-                for page in self._pages_at(serial):
-                    if absent[page]:
-                        yield page, self._fresh_ahead()
-            self._again.pop(0)
-
-    def _is_updated_before(self, pages: Sequence[int], serial: int) -> bool:
-        """Whether what an entry of a later pass needs is still to be updated at home in this."""
-        order = self._orders[0]
-        if not order.goes_at or serial < self._offsets[1]:
-            return False
-        return any(self._goes_ahead(page, order) for page in pages)
-
-    def _note_left(self) -> None:
-        for page in self.table.left:
-            self._left[page] = 1
-
-    def _go_back(self) -> None:
-        """Pages that left since the last look: the cursor returns to the use of the soonest."""
-        left, until, is_evictable = self.table.left, self._until_of, self.table.is_evictable
-        order, position = self._orders[0], self.library.position
-        for page in left:
-            self._left[page] = 1
-            if order.is_certain:  # (``_next_serial`` written out)
-                places = order.at[page]
-                first = bisect_right(places, position)
-                if first < len(places):
-                    serial = places[first]
-                else:
-                    serial = self._offsets[1] + self._later[page]
-            else:
-                serial = self._next_serial(page)
-            if serial < self._cursor:
-                self._cursor = serial
-            if LEAVES_NS <= until[page] < _FAR_NS and not is_evictable[page]:
-                until[page] -= LEAVES_NS  # it has left; when it comes back it stays
-        left.clear()
-
-    def _next_serial(self, page: int) -> int:
-        """The entry ahead that uses a page; where nothing is known of one, the end."""
-        order = self._orders[0]
-        places = order.at[page]
-        if self.sets.holds[page]:
-            places = order.of_station.get(self.sets.station[page], [])
-        for place in places[bisect_right(places, self.library.position) :]:
-            if self.library.expects(order, place):
-                return place
-        return self._offsets[1] + self._later[page]
-
-    def _last_serial(self) -> int:
-        """The last entry that limits let pages be loaded for."""
-        last = self._offsets[-1] - 1
-        if self.limits.page_prefetch is not None:
-            last = min(last, self.library.position + self.limits.page_prefetch)
-        window = self.limits.prefetch_window
-        if self.stations.sets:  # farther off, guesses are the same, and looked at again and again
-            window = min(window or _SET_PASSES, _SET_PASSES)
-        if window is not None:
-            last = min(last, self._offsets[min(window, len(self._orders))] - 1)
-        return last
-
-    def _pages_at(self, serial: int) -> Sequence[int]:
-        """Pages that an entry needs, likely ones only, in the order of their use."""
-        cycle = 0
-        while self._offsets[cycle + 1] <= serial:
-            cycle += 1
-        order = self._orders[cycle]
-        place = serial - self._offsets[cycle]
-        if order.is_certain and not self._hinted:
-            self._near = (self._offsets[cycle], self._offsets[cycle + 1], order.uses)
-            return order.uses[place]
-        entry = order.entries[place]
-        set_index = self.stations.stations[entry.station].set_index
-        if set_index >= 0:
-            return self._set_pages(entry, set_index, serial, cycle)
-        chance = entry.chance
-        if cycle == 0 and place > self.library.position:
-            chance = self._chance(order, place)
-        return order.uses[place] if chance >= self._least_worth() else ()
-
-    def _least_worth(self) -> float:
-        """Least chance at which an entry is worth a load, as busy as the line in is."""
-        worth = _WORTH * self.utilization
-        full = min((self.utilization - _BUSY) / (_FULL - _BUSY), 1.0)
-        if full > 0.0:
-            worth += full * (_FULL_WORTH - _WORTH)
-        return max(worth, _NEVER)
-
-    def _set_pages(self, entry: Entry, set_index: int, serial: int, cycle: int) -> list[int]:
-        members = self._remaining
-        if serial != self.library.position:
-            members = self.sets.likely(entry, set_index, cycle, self.threshold)
-        member_pages = self.stations.member_pages
-        return [p for m in members for p in member_pages(entry.station, entry.kinds, m)]
 
 
 def _mean_time(now: float, chance: float, time: float, otherwise: float) -> float:

@@ -19,6 +19,7 @@ from odc.memory.scores import SetScorer
 from odc.memory.stations import Visit
 
 UNKNOWN_NS = 1e17  # nothing is known of the page's next use; less for what was used later
+FAR_NS = UNKNOWN_NS / 8  # from there on no use is in sight
 SOONEST_NS = 1000.0  # a use is never nearer: keeps 1 / time finite
 _PASSES = 3  # passes that are looked at: later ones hardly count
 _ALL = sum(1 << kind for kind in Kind)

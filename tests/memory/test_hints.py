@@ -132,7 +132,7 @@ def test_a_hint_before_a_forward_reaches_its_plan(few_threads: None) -> None:
     hinted: list[dict[int, float]] = []
     prefetcher = model.memory.prefetcher  # type: ignore[attr-defined]
     model.layers[2].register_forward_pre_hook(
-        lambda *_: hinted.append(dict(prefetcher._hinted)), prepend=True
+        lambda *_: hinted.append(dict(prefetcher.hinted)), prepend=True
     )
     with torch.no_grad():
         for scores in ([0.0, 1.0], None):
