@@ -1,9 +1,7 @@
-"""Transfers: page states, frame bookings and commands in flight.
+"""Transfers: page states and commands in flight; ``books.py`` keeps the books of their frames.
 
-Frames are *booked* before they are taken: what is free, then what a submitted eviction will give
-back (the load then waits for that eviction). So the pages account never exceeds the pool, and
-a command never finds the pool empty. A write-back that is queued is taken back when its page is
-written again or dies; one that has started runs on, and the page stays dirty.
+A write-back that is queued is taken back when its page is written again or dies; one that has
+started runs on, and the page stays dirty.
 
 Errors of commands are raised by ``poll``, ``settle``, ``wait_any`` and ``drain``, once, when the
 books are right again: a page whose store failed is resident and dirty, one whose load failed is at
@@ -14,11 +12,11 @@ of it: every later use of its page raises the error again.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from odc.memory.books import Books
 from odc.memory.engines.base import (
     CommandKind,
     HomeUpdate,
@@ -27,10 +25,8 @@ from odc.memory.engines.base import (
     TransferEngine,
 )
 from odc.memory.events import Act, Sink, Tier
-from odc.memory.frames import FRAME_BYTES
 from odc.memory.pages import PageState, PageTable
 
-_Booking = Sequence[tuple[Ticket | None, int]]
 # Looking a name up in an enumeration is slow, and most of these are needed at every access.
 _HOME, _LOADING, _RESIDENT, _EVICTING = PageState
 _LOAD, _RELEASE = CommandKind.LOAD, CommandKind.RELEASE
@@ -82,7 +78,7 @@ class _Storing:
     early: bool
 
 
-class Transfers:
+class Transfers(Books):
     """Moves pages and keeps the books.
 
     Args:
@@ -101,11 +97,9 @@ class Transfers:
         home_tier: Tier,
         policy: int = 0,
     ) -> None:
-        self.table = table
+        super().__init__(table, num_frames)
         self.engine = engine
         self._now_ns = engine.now_ns
-        self.num_frames = num_frames
-        self.free = num_frames
         self.home_tier = home_tier
         self.tier_of: Callable[[int], Tier] = lambda page: home_tier
         self.policy = policy
@@ -130,22 +124,9 @@ class Transfers:
         self._in_busy_until_ns = 0.0  # by that rate
         self.num_resident = 0
         self._demanded: dict[int, int] = {}  # page -> seq of the need that a load serves
-        self._coming: deque[tuple[Ticket, int]] = deque()
-        self.coming_frames = 0  # that evictions under way will give back
         self.evicting: dict[int, Ticket] = {}  # pages that may be rescued, and others
-        self._booked: dict[int, _Booking] = {}  # of loads that did not find all frames free
         self._generation = [0] * len(table.pages)
         self._ended = -1  # commands that had ended at the last look; -1: look again
-
-    @property
-    def available(self) -> int:
-        """Frames that are free, or will be when evictions under way are done."""
-        return self.free + self.coming_frames
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of frames that pages hold, have booked, or have not yet given back."""
-        return (self.num_frames - self.free) * FRAME_BYTES
 
     @property
     def in_busy_ns(self) -> float:
@@ -164,38 +145,13 @@ class Transfers:
 
     # -- books ---------------------------------------------------------------------------------
 
-    def _book(self, page: int, spare: int = 0) -> tuple[Ticket, ...]:
-        """Take frames for a page, the last ``spare`` free ones only if nothing else is coming."""
-        need = self.table.frames[page]
-        assert need <= self.available, f"page {page}: {need} frames, {self.available} available"
-        booking: list[tuple[Ticket | None, int]] = []
-        taken = min(need, max(self.free - spare, need - self.coming_frames))
-        if taken > 0:
-            self.free -= taken
-            booking.append((None, taken))
-            need -= taken
-        while need:
-            ticket, frames = self._coming.popleft()
-            taken = min(need, frames)
-            if taken < frames:
-                self._coming.appendleft((ticket, frames - taken))
-            self.coming_frames -= taken
-            booking.append((ticket, taken))
-            need -= taken
-        self._booked[page] = booking
-        tickets = [t for t, _ in booking if t is not None]
+    def _book_behind(self, page: int, spare: int = 0) -> tuple[Ticket, ...]:
+        """Book frames for a page; returns what a command that fills them waits for."""
+        tickets = self._book(page, spare)
         own = self.evicting.get(page)
         if own is not None:
             tickets.append(own)
         return tuple(tickets)
-
-    def _unbook(self, page: int) -> None:
-        for ticket, frames in self._booked.pop(page, ((None, self.table.frames[page]),)):
-            if ticket is None or self._is_done(ticket):
-                self.free += frames
-            else:  # if it failed, its page stays in these frames: ``_stays`` takes them out again
-                self._coming.append((ticket, frames))
-                self.coming_frames += frames
 
     def _is_done(self, ticket: Ticket) -> bool:
         """Whether a command has ended well; an error is left to whoever polls it next."""
@@ -220,7 +176,7 @@ class Transfers:
         need = table.frames[page]
         after: tuple[Ticket, ...] = ()
         if self.coming_frames or need > self.free or page in self.evicting:
-            after = self._book(page, spare)
+            after = self._book_behind(page, spare)
         else:  # nearly always
             self.free -= need
         if self.updating:
@@ -247,7 +203,7 @@ class Transfers:
 
     def create(self, page: int) -> None:
         """Give a page frames without loading it."""
-        after = self._book(page)
+        after = self._book_behind(page)
         ticket = self.engine.submit(
             CommandKind.CREATE, self.table.pages[page], after, Priority.URGENT
         )
@@ -317,7 +273,7 @@ class Transfers:
             self._in_busy_until_ns -= num_bytes / self.bytes_per_ns
         evicting = page in self.evicting
         self.table.set_state(page, PageState.EVICTING if evicting else PageState.HOME)
-        self._unbook(page)
+        self._unbook(page, self._is_done)
         return num_bytes
 
     # -- the way out ---------------------------------------------------------------------------
@@ -359,9 +315,8 @@ class Transfers:
         ticket = self.evicting.get(page)
         if ticket is None or self.table.state[page] != PageState.EVICTING or page in self._old:
             return False
-        frames = self.table.frames[page]
-        coming = sum(n for t, n in self._coming if t is ticket)  # in parts, if some were booked
-        if coming != frames or not self.engine.cancel(ticket):
+        whole = self._comes_whole(ticket, self.table.frames[page])
+        if not whole or not self.engine.cancel(ticket):
             return False
         self._forget_coming(ticket)
         del self.evicting[page]
@@ -376,12 +331,6 @@ class Transfers:
         for page in list(self.evicting):
             if self.rescue(page):
                 self.arrived.append(page)
-
-    def _forget_coming(self, ticket: Ticket) -> None:
-        """The frames that an eviction would have given back do not come."""
-        for entry in [e for e in self._coming if e[0] is ticket]:
-            self._coming.remove(entry)
-            self.coming_frames -= entry[1]
 
     def update(self, page: int, gradient: int, run: Callable[[], None]) -> None:
         """Give parameters and their gradient up, and update them at home.
@@ -484,8 +433,7 @@ class Transfers:
             self._ended = -1
         self._old.discard(page)
         self.evicting[page] = ticket
-        self._coming.append((ticket, frames))
-        self.coming_frames += frames
+        self._comes(ticket, frames)
 
     def dirtied(self, page: int) -> None:
         """The content of a resident page is about to change."""
@@ -542,14 +490,7 @@ class Transfers:
             self._old.discard(page)
             if self.table.state[page] == PageState.EVICTING:
                 self.table.set_state(page, PageState.HOME)
-        coming = self._coming
-        back = [entry for entry in coming if entry[0].done_ns >= 0]
-        for entry in back:
-            if entry[0].error is not None:
-                raise entry[0].error
-            coming.remove(entry)
-            self.coming_frames -= entry[1]
-            self.free += entry[1]
+        self._take_what_came()
 
     def _wait(self, ticket: Ticket) -> int:
         """Wait for a command; returns the time it took, 0 if it was done."""
@@ -629,11 +570,7 @@ class Transfers:
         assert self.num_resident == int(table.resident.sum())
         held = sum(int(n) for n, r in zip(table.num_frames, table.resident, strict=True) if r)
         booked = sum(int(table.num_frames[p]) for p in self.loading)
-        coming = sum(n for _, n in self._coming)
-        assert coming == self.coming_frames, f"{coming=} {self.coming_frames=}"
-        assert held + booked + coming + self.free == self.num_frames, (
-            f"{held=} + {booked=} + {coming=} + {self.free=} != {self.num_frames}"
-        )
+        self._check_frames(held, booked)
 
     def drain(self) -> None:
         """Wait for everything in flight."""
