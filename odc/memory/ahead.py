@@ -32,6 +32,7 @@ class Tuning:
     early_stores: int = 2  # early write-backs in flight
     lookahead_bytes: int = 48 * 1024 * 1024  # future victims worth cleaning
     early_write_back: bool = True
+    gate: bool = True  # a prefetcher that is not the pager's own has to earn its keep
     rehearse: str = "now"  # or "aside": in a thread of its own; "" for never
     max_items: int | None = None
 

@@ -15,11 +15,12 @@ in the first passes of each context, and then in a round of passes in eight.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from odc.memory.events import Op
 from odc.memory.ghosts import FrequencyGhost, Ghost, PlanGhost, RecencyGhost
 from odc.memory.pages import PageTable
 from odc.memory.prefetch import Prefetcher
@@ -45,9 +46,11 @@ class _Context:
         costs: fading sums, by order.
         weight: the fading number of passes that they are of.
         chosen: the order in use.
+        own: the order that would be in use without a plan.
     """
 
     chosen: str
+    own: str
     passes: int = 0
     charged: int = 0
     weight: float = 0.0
@@ -59,13 +62,15 @@ class Auto(Lru):
 
     Attributes:
         chosen: the order of the pass that runs: ``plan``, ``lru``, ``mru`` or ``lfu``.
+        own: the same without the plan's, if it is to be always awake.
         awake: ghosts run in this pass: it wants to be told of accesses and of what dies.
     """
 
     def __init__(self) -> None:
         self.ghosts: dict[str, Ghost] = {}
-        self.chosen = PLAN
+        self.chosen, self.own = PLAN, "lru"
         self.awake = True
+        self._always = False  # awake
         self._round = _SETTLE  # passes since they woke up
         self._stays = 0  # the pass until which they stay awake
         self._passes = 0
@@ -83,8 +88,15 @@ class Auto(Lru):
         """Whether the pass that runs goes by the plan."""
         return self.chosen == PLAN
 
-    def watch(self, table: PageTable, prefetcher: Prefetcher | None) -> None:
-        """Take the pages that will be seen. Without a prefetcher LRU stands for the plan."""
+    def watch(self, table: PageTable, prefetcher: Prefetcher | None, always: bool = False) -> None:
+        """Take the pages that will be seen. Without a prefetcher LRU stands for the plan.
+
+        Args:
+            table: the pages.
+            prefetcher: has a plan.
+            always: ghosts run in every pass, and ``own`` is kept.
+        """
+        self._always = always
         pairs = zip(table.pages, table.load_weight, strict=True)
         loads = [page.home_bytes * weight for page, weight in pairs]
         self._prefetcher = prefetcher
@@ -98,19 +110,18 @@ class Auto(Lru):
 
     # -- what happens ----------------------------------------------------------------------------
 
-    def accessed(self, pages: Iterable[int], created: Container[int], capacity: int) -> None:
-        """Pages are needed, some to be made fresh, and held; ``capacity``: frames there are."""
+    def accessed(
+        self, pages: Sequence[int], changed: Sequence[tuple[int, Op]], capacity: int
+    ) -> None:
+        """Pages are needed and held, some to be changed; ``capacity``: frames there are."""
         plan = self._plan
         if plan is not None and self._prefetcher is not None:
             version = self._prefetcher.version
             if version != self._version:
                 self._version = version
                 plan.changed()
-        ghosts = self.ghosts.values()
-        for page in pages:
-            loads = page not in created
-            for ghost in ghosts:
-                ghost.access(page, capacity, loads)
+        for ghost in self.ghosts.values():
+            ghost.accessed(pages, changed, capacity)
 
     def released(self, page: int, time: int) -> None:
         """A page's last use for now ended, at a virtual time."""
@@ -139,17 +150,19 @@ class Auto(Lru):
     def begin_pass(self, ctx: int) -> None:
         """Charge the pass that ended, and choose for the one that begins."""
         self._charge()
-        context = self._contexts.setdefault(ctx, _Context(self._default))
+        context = self._contexts.setdefault(ctx, _Context(self._default, "lru"))
         context.passes += 1
         if context.charged >= _LEAST:
-            context.chosen = self._choose(context)
-        self.chosen, self._ctx = context.chosen, context
+            context.chosen = self._choose(context, context.chosen, self._default)
+            if self._always:
+                context.own = self._choose(context, context.own, "lru")
+        self.chosen, self.own, self._ctx = context.chosen, context.own, context
         self._passes += 1
         if context.passes <= _WATCHED:
             self._stays = self._passes + _ROUND
         was_awake = self.awake
         in_round = self._passes // _ROUND % (1 + _REST) == 0
-        self.awake = in_round or self._passes < self._stays
+        self.awake = in_round or self._passes < self._stays or self._always
         self._round = self._round + 1 if was_awake else 0
         if self.awake and not was_awake:
             for ghost in self.ghosts.values():
@@ -167,13 +180,14 @@ class Auto(Lru):
             context.charged += 1
             context.weight = self._keep * context.weight + 1.0
 
-    def _choose(self, context: _Context) -> str:
-        """The cheapest, if it saves enough over the one in use, or over the plan's."""
+    def _choose(self, context: _Context, chosen: str, default: str) -> str:
+        """The cheapest, if it saves enough over the one in use, or over the default."""
         costs = context.costs
-        best = min(self.ghosts, key=lambda name: costs[name])  # ties: the plan's comes first
-        if not self._saves(best, self._default, context):
-            best = self._default
-        return best if self._saves(best, context.chosen, context) else context.chosen
+        among = [name for name in self.ghosts if name != PLAN or default == PLAN]
+        best = min(among, key=lambda name: costs[name])  # ties: the default comes first
+        if not self._saves(best, default, context):
+            best = default
+        return best if self._saves(best, chosen, context) else chosen
 
     def _saves(self, one: str, other: str, context: _Context) -> bool:
         """Whether an order saved clearly more than chance: 3 %, and more than a load a pass.

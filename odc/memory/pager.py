@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from odc.memory.ahead import Lookahead, Tuning
 from odc.memory.events import Account, Act, Kind, Op, Phase, Sink, Tier
 from odc.memory.frames import FRAME_BYTES
+from odc.memory.gate import Gate
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState, PageTable
 from odc.memory.plan import OrderPrefetcher
@@ -59,6 +61,7 @@ class Pager:
 
     Attributes:
         option_prefix: what stands before the names of options in errors.
+        gate: decides whether the prefetcher is listened to; None for the pager's own, which is.
     """
 
     option_prefix = ""
@@ -89,11 +92,16 @@ class Pager:
         self._remaining: list[int] = []
         self._engine = transfers.engine
         self._now_ns = transfers.engine.now_ns
-        self.room = Room(table, transfers, self.eviction, prefetcher)
+        self.gate: Gate | None = None
+        if prefetcher is not None and not isinstance(prefetcher, OrderPrefetcher):
+            self.gate = Gate(self.eviction, transfers) if self.tuning.gate else None
+        self.room = Room(table, transfers, self.gate or self.eviction, prefetcher)
         self._ahead: Lookahead | None = None
         self._rehearsal: Rehearsal | None = None
         if prefetcher is not None:
             self._ahead = Lookahead(library, transfers, self.room, prefetcher, self.tuning)
+        if self.gate is not None:
+            self.gate.on_change = partial(self._listen, self._ahead)
         if isinstance(prefetcher, OrderPrefetcher) and self.eviction.planned:
             how = self.tuning.rehearse
             self._rehearsal = Rehearsal(library, prefetcher, how == "aside") if how else None
@@ -190,7 +198,7 @@ class Pager:
             visit = self._enter(self._station_of[group], phase)
         pages, changed = self._pin(group, needs, part, visit, compute_ns)
         if room.chooser is not None and room.chooser.awake:
-            room.chooser.accessed(pages, _created(changed), transfers.num_frames)
+            room.chooser.accessed(pages, changed, transfers.num_frames)
         try:
             room.poll()
             state = self.table.state
@@ -353,7 +361,9 @@ class Pager:
         self._mark += wait_ns
 
     def pause(self) -> None:
-        """The time since the last call, and the visit that runs, are no computation."""
+        """What happened since the last call was no computation, nor is the visit that runs."""
+        if self.gate is not None:
+            self.gate.emptied()
         self._mark = self._engine.now_ns()
         self._visit = None
 
@@ -384,6 +394,11 @@ class Pager:
     def _peak_bytes(self) -> int:
         """The most that pages have held in frames, or booked, since the last ``take``."""
         return (self.transfers.num_frames - self._least_free) * FRAME_BYTES
+
+    def _listen(self, ahead: Lookahead | None) -> None:
+        """The gate has opened or shut."""
+        self._ahead = ahead if self.gate is not None and self.gate.is_open else None
+        self.room.reorder()
 
     def stop_rehearsing(self) -> None:
         """No schedule is looked for any more."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from odc.errors import BudgetError
 from odc.memory.auto_eviction import Auto
+from odc.memory.gate import Gate
 from odc.memory.issue import take_victims
 from odc.memory.pages import PageState, PageTable
 from odc.memory.plan_sets import UNKNOWN_NS
@@ -94,7 +95,7 @@ class Room:
         self.prefetcher = prefetcher
         self.time = 0
         self.lingering = True
-        self.chooser = policy if isinstance(policy, Auto) else None
+        self.chooser = policy if isinstance(policy, Auto | Gate) else None
         if self.chooser is not None:
             self.chooser.watch(table, prefetcher)
         self._order = ""
@@ -115,12 +116,14 @@ class Room:
 
     def begin_pass(self, ctx: int) -> None:
         """A pass in context ``ctx`` begins: the order of eviction may change."""
-        chooser = self.chooser
-        if chooser is None:
-            return
-        chooser.begin_pass(ctx)
-        if chooser.chosen != self._order:
-            self._order = chooser.chosen
+        if self.chooser is not None:
+            self.chooser.begin_pass(ctx)
+            self.reorder()
+
+    def reorder(self) -> None:
+        """The chooser may have changed its order."""
+        if self.chooser is not None and self.chooser.chosen != self._order:
+            self._order = self.chooser.chosen
             self._take_order()
             self.lingering = True
 

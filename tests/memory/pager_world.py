@@ -112,6 +112,7 @@ class World:
                 early_stores=rng.choice((1, 2, 8)),
                 lookahead_bytes=rng.choice((1, 8, 64)) * FRAME_BYTES,
                 max_items=rng.choice((None, None, 5)),
+                gate=self.seed % 2 == 1,
             ),
         )
         self.pager.hold_pinned()

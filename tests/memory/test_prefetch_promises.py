@@ -13,6 +13,7 @@ from odc.memory.events import Act, Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.manager import popularity
 from odc.memory.orders import OrderLibrary
+from odc.memory.pager import Tuning
 from odc.memory.plan import OrderPrefetcher
 from odc.memory.prefetch import Limits, Prefetcher
 from odc.memory.replay import Workload, budget_for, link_for, simulate, synthetic
@@ -217,20 +218,23 @@ def test_scores_that_mean_nothing_cost_less_than_no_prefetch(share: float, r: fl
     assert wrong.accesses == none.accesses and wrong.compute_ns == none.compute_ns
 
 
-def drive_of(workload: Workload, frames: int, prefetch: object, r: float = 1.0) -> Drive:
+def drive_of(
+    workload: Workload, frames: int, prefetch: object, r: float = 1.0, gate: bool = True
+) -> Drive:
     return virtual_drive(
         workload,
         budget_bytes=frames * FRAME_BYTES,
         link=link_for(workload, r),
         eviction=CostAware(),
         prefetch=prefetch,  # type: ignore[arg-type]
+        tuning=Tuning(gate=gate),
     )
 
 
 def test_ten_thousand_accesses_under_random_hints_leak_no_frame() -> None:
     """Books balance after every step, and at the end every frame can be had again."""
     workload = synthetic("W2", steps=105, shape=Shape(layers=24, layer_bytes=3 * FRAME_BYTES))
-    drive = drive_of(workload, 60, random_hints)
+    drive = drive_of(workload, 60, random_hints, gate=False)
     transfers = drive.pager.transfers
     for step in workload.steps:
         drive.run(step + 1)

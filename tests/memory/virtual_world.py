@@ -64,7 +64,9 @@ class VirtualWorld:
             self.transfers,
             rng.choice((CostAware(), Auto())),
             RandomPrefetcher(self.table, seed),
-            Tuning(flight_bytes=rng.choice((8, 64)) * FRAME_BYTES, early_stores=4),
+            Tuning(
+                flight_bytes=rng.choice((8, 64)) * FRAME_BYTES, early_stores=4, gate=seed % 2 == 1
+            ),
         )
         self.pager.begin_pass(0)
         self.at_home, self.on_device = [0] * count, [-1] * count
