@@ -15,6 +15,14 @@ from odc.cli.exits import UsageError
 if TYPE_CHECKING:
     from odc.train.bench_fsdp import Measured
 
+_EXAMPLES = """\
+examples:
+  odc bench fsdp --model dense --dtype fp32
+  odc bench paging --workload W1 --r 1
+
+odc bench NAME --help says what is measured, and how.
+"""
+
 _EPILOG = """\
 examples:
   odc bench fsdp
@@ -39,6 +47,8 @@ def add_parser(commands: Any) -> None:
         "bench",
         help="measure odc beside what it is held against",
         description="Measures odc beside what it is held against, in one run.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     fsdp = kinds.add_parser(
@@ -56,7 +66,6 @@ def add_parser(commands: Any) -> None:
     fsdp.add_argument(
         "--tokens",
         type=int,
-        default=128,
         metavar="N",
         help="tokens of a rank's step, not with --sizes; default: 128. Fewer show communication "
         "better where a processor has no bf16 arithmetic",
@@ -77,10 +86,7 @@ def run(args: argparse.Namespace) -> int:
         choices(args.model, MODELS, "--model"),
         choices(args.dtype, DTYPES, "--dtype"),
     )
-    if args.ranks < 2 or args.repeats < 1:
-        raise UsageError("--ranks must be at least 2 and --repeats at least 1")
-    if not 1 <= args.tokens <= 1 << 16:
-        raise UsageError(f"--tokens must be 1 to 65536, got {args.tokens}")
+    _check(args)
     if args.output is not None:
         check_output(args.output)
     if args.sizes is not None:
@@ -99,6 +105,18 @@ def run(args: argparse.Namespace) -> int:
         text = [line for key, rows in tables.items() for line in _lines(*key, rows)]
         _write(args.output, "\n".join([title, "", _setting(args), "", *text]), "w")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.ranks < 2 or args.repeats < 1:
+        raise UsageError("--ranks must be at least 2 and --repeats at least 1")
+    if args.sizes is not None and args.tokens is not None:
+        raise UsageError(
+            "--tokens has no effect with --sizes, whose blocks set theirs; leave it out"
+        )
+    args.tokens = 128 if args.tokens is None else args.tokens
+    if not 1 <= args.tokens <= 1 << 16:
+        raise UsageError(f"--tokens must be 1 to 65536, got {args.tokens}")
 
 
 def _run_grid(args: argparse.Namespace, sizes: list[int], dtypes: list[str]) -> int:

@@ -7,6 +7,14 @@ from typing import Any
 
 from odc.cli.exits import UsageError
 
+_EPILOG = """\
+examples:
+  odc predictor train runs/profile --model lstm -o predictors/lstm
+  odc predictor eval runs/profile --model predictors/lstm
+
+Traces are made by odc profile. odc predictor COMMAND --help says more.
+"""
+
 _TRAIN_EPILOG = """\
 examples:
   odc predictor train runs/profile --model lstm -o predictors/lstm
@@ -33,6 +41,8 @@ def add_parser(commands: Any) -> None:
         "predictor",
         help="train predictors on traces, and judge them",
         description="Trains predictors on the traces of runs, and judges them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

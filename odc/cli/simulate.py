@@ -86,12 +86,13 @@ def _rows(
     pairs: "Sequence[tuple[Case, Setting]]", policies: Sequence[str], args: argparse.Namespace
 ) -> "Iterator[SimRow]":
     """The rows of every case and setting, bounds first: they are the same for all policies."""
+    from odc.sizes import format_bytes
     from odc.train.progress import Work
     from odc.train.simulation import MOST_ACCESSES, find_floors, run_policy
 
     with Work(len(pairs) * (len(policies) + 1)) as work:
         for case, setting in pairs:
-            told = f"{case.name}, budget {setting.budget:.0%}, r {setting.r:.3g}"
+            told = f"{case.name}, budget {format_bytes(setting.budget_bytes)}, r {setting.r:.3g}"
             work.begin(f"{told}: bounds")
             if args.lp and case.accesses.num_accesses > MOST_ACCESSES:
                 work.say(
@@ -113,7 +114,7 @@ def _lines(rows: "Sequence[SimRow]", contexts: bool) -> list[str]:
     lp = "" if one.lp_bound_s is None else f", LP {one.lp_bound_s:.3f} s"
     best = "" if one.best_found_s is None else f", best found {one.best_found_s:.3f} s"
     lines = [
-        f"{one.workload}: budget {one.budget:.0%} ({format_bytes(one.budget_bytes)}), "
+        f"{one.workload}: budget {_share(one)}, "
         f"r {one.r:.3g} ({one.link_bandwidth / 1e9:.2f}GB/s), {one.steps} steps",
         f"compute {one.compute_s:.3f} s, window bound {one.window_bound_s:.3f} s{lp}{best}",
         f"{'policy':<30}{'elapsed s':>10}{'stall s':>9}{'bytes in':>10}{'bytes out':>10}"
@@ -129,6 +130,17 @@ def _lines(rows: "Sequence[SimRow]", contexts: bool) -> list[str]:
         if contexts:
             lines += [_context(ctx) for ctx in by_context(row)]
     return lines
+
+
+def _share(row: "SimRow") -> str:
+    """The budget in bytes, and of what they are a share."""
+    from odc.sizes import format_bytes
+
+    told = format_bytes(row.budget_bytes)
+    if row.budget <= 1:
+        return f"{row.budget:.0%} ({told})"
+    state = format_bytes(round(row.budget_bytes / row.budget))
+    return f"{told} ({row.budget:.0%}, more than the state of {state})"
 
 
 def _context(ctx: "ContextRow") -> str:

@@ -139,7 +139,7 @@ def _other_ranks(ranks: int) -> Iterator[tuple[str, int]]:
             yield f"a two-level mesh: {replicas} replicas x {inner} shards", inner
     near = {ranks + d for d in range(-4, 5)} | {ranks * k // 16 for k in range(12, 21)}
     for other in sorted(near - {ranks}):
-        if other > 0:
+        if other > 1:  # one rank shards nothing
             yield f"another number of ranks: {other}", other
 
 

@@ -144,7 +144,13 @@ def _links_finding(
     if links is None:
         what = "never measured on this machine with this folder"
         return advice("links", what, _WHY_LINKS, how)
-    return ok("links", f"measured {'now' if measured else links.measured}")
+    if measured:
+        return ok("links", "measured now")
+    rates = ", ".join(
+        f"{name} {tier.load / 1e9:.2f} in, {tier.store / 1e9:.2f} out"
+        for name, tier in (("host", links.host), ("disk", links.disk))
+    )
+    return ok("links", f"measured {links.measured}; GB/s: {rates}")
 
 
 _WHY_LINKS = "recorded runs that loaded nothing are simulated with the speeds measured here"

@@ -66,7 +66,8 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.parametrize(
     "command",
     [["train"], ["profile"], ["predictor", "train"], ["predictor", "eval"], ["dashboard"]]
-    + [["report"], ["generate"], ["simulate"], ["bench", "paging"], ["doctor"]],
+    + [["report"], ["generate"], ["simulate"], ["bench", "paging"], ["doctor"]]
+    + [["bench"], ["predictor"]],
 )
 def test_every_command_explains_itself_with_an_example(command, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -74,6 +75,11 @@ def test_every_command_explains_itself_with_an_example(command, capsys):
     assert ended.value.code == 0
     told = capsys.readouterr().out
     assert "example" in told and f"odc {' '.join(command)} " in told
+
+
+def test_tokens_are_not_ignored_where_sizes_are_measured(capsys):
+    assert main(["bench", "fsdp", "--sizes", "8", "--tokens", "16"]) == 2
+    assert "--tokens has no effect with --sizes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,13 @@ def test_a_family_is_all_of_its_workloads(capsys):
     assert [r["workload"] for r in rows(capsys, *words)] == ["W5p10", "W5p20", "W5p30", "W5b"]
 
 
+def test_a_budget_above_the_state_is_told_in_bytes(capsys):
+    words = ["--workload", "W1", "--budget", "400MB", "--r", "1", "--policy", "lru+none"]
+    assert main(["simulate", *words, *QUICK]) == 0
+    told = capsys.readouterr().out
+    assert "W1: budget 400 MiB (208%, more than the state of 192 MiB), r 1" in told
+
+
 def test_the_table_has_ratios_to_the_bound_and_to_the_best(capsys):
     words = ["--workload", "W1", "--budget", "50%", "--r", "2", "--policy", "lru+none"]
     assert main(["simulate", *words, *QUICK]) == 0

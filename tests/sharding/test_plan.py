@@ -224,6 +224,12 @@ def test_what_would_help_is_named_with_the_padding_it_leaves():
         assert idea in said
 
 
+def test_not_to_shard_is_no_help():
+    plan = plan_group([TensorSpec("w", (48, 64), "float32")], 4, granularity="rows:16")
+    assert plan.padding > 0 and "another number of ranks: 3" in plan.explain()
+    assert "ranks: 1\n" not in plan.explain() + "\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -195,6 +195,13 @@ def test_reports_are_lines_with_reasons_and_a_count(tmp_path: Path) -> None:
     assert findings[1].level == Level.PROBLEM
 
 
+def test_remembered_links_are_shown(quick: None, tmp_path: Path, cache: Path) -> None:
+    remember(made(tmp_path))
+    told = format_report(examine(tmp_path))
+    rates = f"host {TIER.load / 1e9:.2f} in, {TIER.store / 1e9:.2f} out, disk {SLOW.load / 1e9:.2f}"
+    assert f"measured 2026-01-02T03:04:05+00:00; GB/s: {rates} in" in told
+
+
 def test_a_folder_that_does_not_exist_is_not_made(quick: None, tmp_path: Path) -> None:
     told = format_report(examine(tmp_path / "new" / "home", measure=True))
     assert "does not exist yet" in told and "measured now" in told

@@ -30,6 +30,7 @@ from odc.train.fit.hf import model_of_hf
 from odc.train.fit.model import Role, model_of_config
 from odc.train.fit.predict import predict
 from odc.train.fit.rates import Rates
+from odc.train.fit.report import count_in_words
 from odc.train.fit.search import Fixed
 from odc.train.fit.work import Times, make_workload
 from odc.train.models import build_model, rope_tables
@@ -67,6 +68,11 @@ def test_parameters_of_known_models_follow_from_config_json(name):
     assert {u.name: dict(u.parameters) for u in derived.units} == {
         u.name: dict(u.parameters) for u in listed.units
     }
+
+
+def test_parameters_are_told_in_billions_or_millions():
+    told = [count_in_words(numel) for numel in (20_914_757_184, 134_515_008, 8_700_000, 41_000)]
+    assert told == ["20.915 B", "0.135 B", "8.7 M", "0.041 M"]
 
 
 def test_bundled_experts_keep_their_parameters():

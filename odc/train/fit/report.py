@@ -18,9 +18,11 @@ def format_answer(answer: Answer, yaml_text: str | None = None) -> str:
     """Returns the report as text."""
     model = answer.model
     active = (
-        f", {model.active_numel / 1e9:.2f} B of them work on a token" if model.num_experts else ""
+        f", {count_in_words(model.active_numel)} of them work on a token"
+        if model.num_experts
+        else ""
     )
-    lines = [f"{model.name}: {model.numel / 1e9:.3f} B parameters{active}", answer.line, ""]
+    lines = [f"{model.name}: {count_in_words(model.numel)} parameters{active}", answer.line, ""]
     if answer.accounts is not None:
         lines += _accounts(answer)
     if answer.prediction is not None:
@@ -35,6 +37,11 @@ def format_answer(answer: Answer, yaml_text: str | None = None) -> str:
     if yaml_text is not None and answer.fits:
         lines += ["", "config.yaml:", "", yaml_text.rstrip()]
     return "\n".join(lines)
+
+
+def count_in_words(numel: int) -> str:
+    """A number of parameters, in billions or millions."""
+    return f"{numel / 1e9:.3f} B" if numel >= 100e6 else f"{numel / 1e6:.3g} M"
 
 
 def _accounts(answer: Answer) -> Iterator[str]:
