@@ -67,7 +67,10 @@ class Setup:
         self.transfers = Transfers(self.table, self.engine, 2 * num_pages, Tier.HOST)
         library = OrderLibrary(Stations(self.table, []))
         prefetcher: Prefetcher | None = FixedPlan(self.table, wish) if wish else None
-        self.pager = Pager(self.table, library, self.transfers, prefetcher=prefetcher)
+        tuning = Tuning(gate=False)
+        self.pager = Pager(
+            self.table, library, self.transfers, prefetcher=prefetcher, tuning=tuning
+        )
         self.pager.begin_pass(0)
 
     def _fault(self, ticket: Ticket) -> BaseException | None:
