@@ -17,7 +17,8 @@ A ghost waits for loads, and for stores before them. What demand paging waits fo
 (updates at home) is measured while the gate is shut; the least of the last passes counts.
 
 ``OrderPrefetcher`` needs no gate: it says what was recorded, its scores are only the order of
-guesses, and a schedule is followed where its rehearsal is faster. Nothing here runs beside it.
+guesses, and a schedule is followed where its rehearsal is faster. ``NextKPrefetcher`` has none
+either: who names it wants to see what it does. Nothing here runs beside them.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from odc.memory.ahead import Lookahead, Tuning
 from odc.memory.events import Account, Act, Kind, Op, Phase, Sink, Tier
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.gate import Gate
+from odc.memory.next_k import NextKPrefetcher
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState, PageTable
 from odc.memory.plan import OrderPrefetcher
@@ -93,7 +94,8 @@ class Pager:
         self._engine = transfers.engine
         self._now_ns = transfers.engine.now_ns
         self.gate: Gate | None = None
-        if prefetcher is not None and not isinstance(prefetcher, OrderPrefetcher):
+        is_own = isinstance(prefetcher, OrderPrefetcher | NextKPrefetcher)
+        if prefetcher is not None and not is_own:
             self.gate = Gate(self.eviction, transfers) if self.tuning.gate else None
         self.room = Room(table, transfers, self.gate or self.eviction, prefetcher)
         self._ahead: Lookahead | None = None

@@ -191,11 +191,12 @@ def test_experts_that_are_guessed_well_are_never_shut_out() -> None:
     assert gate_of(drive).times_shut == 0
 
 
-def test_the_pager_s_own_has_no_gate() -> None:
+def test_the_pager_s_own_have_no_gate() -> None:
     workload = synthetic("W1", steps=1)
     assert drive_of(workload, 0.5, 1.0, CostAware(), popularity).pager.gate is None
     assert drive_of(workload, 0.5, 1.0, CostAware(), None).pager.gate is None
-    assert drive_of(workload, 0.5, 1.0, CostAware(), NextKPrefetcher).pager.gate is not None
+    assert drive_of(workload, 0.5, 1.0, CostAware(), NextKPrefetcher).pager.gate is None
+    assert drive_of(workload, 0.5, 1.0, CostAware(), told).pager.gate is not None
 
 
 def test_one_that_learns_is_listened_to_again() -> None:
