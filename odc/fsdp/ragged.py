@@ -2,12 +2,12 @@
 
 A DTensor with the global shape outside and a 1-D local span inside, which it aliases (a part of its
 group's flat buffer). Where the span lies says a `RaggedShard` (`ragged_shard.py`), which ops it has
-says a closed table (`ragged_ops.py`); here is how one is made, moved to other spans, saved and
-loaded. On a mesh of several axes the RaggedShard is on the last one and the others replicate
-(HSDP).
+says a closed table (`ragged_ops.py`, `ragged_local.py`); here is how one is made, moved to other
+spans, saved and loaded. On a mesh of several axes the RaggedShard is on the last one and the others
+replicate (HSDP).
 
 Source: RaggedShard of veScale-FSDP, arXiv 2602.22437, section 3, as a subclass of torch's DTensor
-instead of a patched copy of the DTensor package. These three files are the only ones that touch
+instead of a patched copy of the DTensor package. These four files are the only ones that touch
 private parts of it (and `ragged_optim.py` of one optimizer). A RaggedTensor is not one to compute a
 forward with: FSDP gathers it first.
 
@@ -38,7 +38,8 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from odc.fsdp import ragged_optim
-from odc.fsdp.ragged_ops import SpanTensor, choose_path, match_layout, new_dtensor, rewrap
+from odc.fsdp.ragged_local import SpanTensor, match_layout, new_dtensor, rewrap
+from odc.fsdp.ragged_ops import choose_path, run
 from odc.fsdp.ragged_shard import (
     Box,
     RaggedLayoutError,
@@ -172,6 +173,10 @@ class RaggedTensor(SpanTensor):
     `Shard(0)` parameters holds for it with these exceptions: the ops are those of a closed
     table, `p.data = q` copies into the span, and `share_memory_` raises.
     """
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        return run(func, args, kwargs)
 
     @classmethod
     def from_span(

@@ -1,14 +1,9 @@
 """The ops of a span: a closed table for DTensors that lie under a RaggedShard.
 
-Elementwise ops run on the span alone; norms and sums of whole tensors give replicated DTensors, by
-one all-reduce for all tensors of a list; a few ops rearrange flat spans. Whatever is not in the
-table raises and names the op: nothing falls into DTensor's rules, which take an unknown placement
-for a replicated one without a word. Operands are never redistributed on the way: another layout is
-an error.
-
-[Note: Random numbers] `normal_` and its kin draw the full tensor and keep the own span. That equals
-one process bit for bit where all ranks have the same generator state, and costs one full tensor for
-the time of the call.
+Ops that need no other rank are in `ragged_local.py`. Here are norms and sums of whole tensors,
+which give replicated DTensors, by one all-reduce for all tensors of a list, and ops on lists.
+Whatever is not in the table raises and names the op: nothing falls into DTensor's rules, which take
+an unknown placement for a replicated one without a word.
 
 [Note: Before torch 2.12] DTensor's fast path there never calls a subclass's `__torch_dispatch__`.
 The class then gets a `__torch_function__` that runs the call under a dispatch mode, which comes
@@ -30,244 +25,23 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from odc.fsdp.ragged_shard import (
-    RaggedLayoutError,
-    RaggedOpError,
-    RaggedShard,
-    meta_of,
-    overlap,
-    own_part,
-    own_span,
-    retyped,
-    shard_of,
-    spec_of,
+from odc.fsdp.ragged_local import (
+    LOCAL,
+    Args,
+    Handler,
+    Kwargs,
+    SpanTensor,
+    first_span,
+    new_dtensor,
+    operand,
+    operands,
+    pointwise,
+    refuse,
+    rewrap,
 )
-
-Args = Sequence[Any]
-Kwargs = dict[str, Any]
-Handler = Callable[[Any, Args, Kwargs], Any]
+from odc.fsdp.ragged_shard import RaggedLayoutError, RaggedShard, spec_of
 
 _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
-new_dtensor: Callable[..., Any] = torch.Tensor._dtensor__new__  # type: ignore[attr-defined]
-
-
-class SpanTensor(DTensor):
-    """A DTensor with a 1-D span inside and the table's ops; users meet its subclass."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        return run(func, args, kwargs)
-
-
-def rewrap(like: SpanTensor, local: Tensor, spec: DTensorSpec | None = None) -> Any:
-    """A span of the class of `like`, and of its layout unless another is given."""
-    spec = retyped(like._spec if spec is None else spec, local.dtype)
-    return new_dtensor(type(like), local, spec, requires_grad=False)
-
-
-# -- operands ------------------------------------------------------------------------------------
-
-
-def _refuse(func: Any) -> RaggedOpError:
-    return RaggedOpError(
-        f"{func.name()} is not defined for a RaggedShard tensor: it would need elements that other "
-        "ranks hold; use full_tensor() for the whole, to_local() for this rank's span"
-    )
-
-
-def match_layout(name: str, tensor: SpanTensor, spec: DTensorSpec) -> None:
-    """Raises if a tensor does not lie as `spec` says."""
-    other = tensor._spec
-    one, two = meta_of(other), meta_of(spec)
-    if one.shape != two.shape or other.placements != spec.placements or other.mesh != spec.mesh:
-        raise RaggedLayoutError(
-            f"{name}: expected shape {tuple(two.shape)} and {spec.placements}, got "
-            f"{tuple(one.shape)} and {other.placements}; redistribute one of them"
-        )
-    if one.dtype == two.dtype:
-        tensor._spec = spec  # the next comparison is by identity
-
-
-def _operand(func: Any, value: Any, spec: DTensorSpec) -> Any:
-    """What an elementwise op on a span sees of an operand."""
-    if isinstance(value, SpanTensor):
-        if value._spec is not spec:
-            match_layout(func.name(), value, spec)
-        return value._local_tensor
-    if not isinstance(value, Tensor):
-        return value
-    if isinstance(value, DTensor):
-        if value.dim() == 0:
-            replicated = all(p.is_replicate() for p in value.placements)
-            return value._local_tensor if replicated else value.full_tensor()
-        if value.shape == meta_of(spec).shape and all(p.is_replicate() for p in value.placements):
-            return own_part(value._local_tensor, spec)
-    elif value.dim() == 0:
-        return value
-    raise RaggedLayoutError(
-        f"{func.name()}: a RaggedShard tensor of shape {tuple(meta_of(spec).shape)} with a "
-        f"{type(value).__name__} of shape {tuple(value.shape)}; expected a RaggedTensor that lies "
-        "alike, or a scalar (distribute_ragged makes one of a full tensor)"
-    )
-
-
-def _operands(
-    func: Any, args: Args, kwargs: Kwargs, spec: DTensorSpec
-) -> tuple[list[Any], dict[str, Any]]:
-    if kwargs:
-        kwargs = {key: _operand(func, value, spec) for key, value in kwargs.items()}
-    return [_operand(func, value, spec) for value in args], kwargs
-
-
-def _first(func: Any, args: Args, kwargs: Kwargs) -> SpanTensor:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, SpanTensor):
-            return value
-    raise _refuse(func)
-
-
-# -- handlers: one tensor ------------------------------------------------------------------------
-
-
-def _pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    lead = _first(func, args, kwargs)
-    spec, local, target = lead._spec, lead._local_tensor, kwargs.get("out")
-    args, kwargs = _operands(func, args, kwargs, spec)
-    out = func(*args, **kwargs)
-    if isinstance(target, SpanTensor):
-        return target
-    if not isinstance(out, Tensor) or out.shape != local.shape:
-        raise _refuse(func)
-    if out.dtype != local.dtype:
-        spec = retyped(spec, out.dtype)
-    return new_dtensor(type(lead), out, spec, requires_grad=False)
-
-
-def _in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    target = args[0]
-    if not isinstance(target, SpanTensor):
-        raise _refuse(func)
-    args, kwargs = _operands(func, args, kwargs, target._spec)
-    func(*args, **kwargs)
-    return target
-
-
-def _put(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`tensor[mask] = number`, whose mask lies alike."""
-    target, indices, value = args[:3]
-    mask = indices[0] if len(indices) == 1 else None
-    masked = isinstance(mask, SpanTensor) and mask.dtype == torch.bool
-    plain = isinstance(target, SpanTensor) and not (value.dim() or isinstance(value, DTensor))
-    if not masked or not plain:
-        raise _refuse(func)
-    local = _operand(func, mask, target._spec)
-    func(target._local_tensor, [local], value, *args[3:])
-    return target
-
-
-def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Clones, casts and `*_like`: a span has no memory format."""
-    kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-    return rewrap(args[0], func(args[0]._local_tensor, *args[1:], **kwargs))
-
-
-def _new_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`new_zeros` and its kin: the same shape is a span, another one a plain tensor."""
-    local = args[0]._local_tensor
-    if tuple(args[1]) != tuple(args[0].shape):
-        return func(local, *args[1:], **kwargs)
-    if func.name() == "aten::new_empty_strided":
-        return rewrap(args[0], local.new_empty(local.shape, **kwargs))
-    return rewrap(args[0], func(local, local.shape, *args[2:], **kwargs))
-
-
-def _copy(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    target, source = args[:2]
-    if not isinstance(target, SpanTensor):
-        raise RaggedLayoutError(
-            f"{func.name()} from a RaggedTensor into a {type(target).__name__}: copy from "
-            "full_tensor() for the whole, from to_local() for this rank's span"
-        )
-    if not isinstance(source, DTensor) and source.shape == target.shape:
-        local = own_part(source, target._spec)
-    else:
-        local = _operand(func, source, target._spec)
-    func(target._local_tensor, local, *args[2:], **kwargs)
-    return target
-
-
-def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Any reshape of a contiguous tensor keeps its flat span."""
-    tensor, shape = args[0], list(args[1])
-    spec, numel = tensor._spec, tensor.numel()
-    if shape.count(-1) == 1 and (rest := -math.prod(shape)):
-        shape[shape.index(-1)] = numel // rest
-    if -1 in shape or math.prod(shape) != numel:
-        raise RaggedLayoutError(f"{func.name()}: {list(args[1])} has not {numel} elements")
-    made = spec_of(spec.mesh, spec.placements, shape, meta_of(spec).dtype)
-    return rewrap(tensor, tensor._local_tensor.view(-1), made)
-
-
-def _select(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    tensor, dim, index = args
-    if dim not in (0, -tensor.ndim):
-        raise _refuse(func)
-    if not -tensor.shape[0] <= index < tensor.shape[0]:
-        raise IndexError(f"{func.name()}: {index} is out of range for {tensor.shape[0]} rows")
-    index %= tensor.shape[0]
-    return _rows(tensor, index, index + 1, tensor.shape[1:])
-
-
-def _slice(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    rest: Args = (0, None, None, 1)[len(args) - 1 :]
-    tensor, dim, start, end, step = (*args, *rest)
-    if dim not in (0, -tensor.ndim) or step != 1:
-        raise _refuse(func)
-    low, high, _ = slice(start, end).indices(tensor.shape[0])
-    return _rows(tensor, low, max(low, high), (max(low, high) - low, *tensor.shape[1:]))
-
-
-def _rows(tensor: SpanTensor, first: int, last: int, shape: Sequence[int]) -> SpanTensor:
-    """Rows `[first, last)` of dim 0, a view: the bounds of the ranks are clipped to them."""
-    spec, row = tensor._spec, tensor.numel() // max(tensor.shape[0], 1)
-    low, high = first * row, last * row
-    shard = shard_of(spec)
-    bounds = [min(max(b, low), high) - low for b in shard.bounds(tensor.numel())]
-    placed = (*spec.placements[:-1], RaggedShard.from_bounds(bounds, shard.block_numel))
-    own = own_span(spec)
-    start = min(max(low, own[0]), own[1]) - own[0]
-    local = tensor._local_tensor[start : start + overlap((low, high), own)]
-    return rewrap(tensor, local, spec_of(spec.mesh, placed, shape, local.dtype))
-
-
-def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """In place; [Note: Random numbers]."""
-    target = args[0]
-    local = target._local_tensor
-    if not local.is_meta:
-        full = local.new_empty(target.shape)
-        local.copy_(own_part(func(full, *args[1:], **kwargs), target._spec))
-    return target
-
-
-def _random_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    spec = args[0]._spec
-    full = args[0]._local_tensor.new_empty(args[0].shape)
-    return rewrap(args[0], own_part(func(full, *args[1:], **kwargs), spec).clone())
-
-
-def _same_size(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    return args[0].shape == args[1].shape
-
-
-def _on_local(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Questions about the memory."""
-    return func(args[0]._local_tensor, *args[1:], **kwargs)
-
-
-def _never(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    return False
-
 
 # -- handlers: reductions ------------------------------------------------------------------------
 
@@ -320,15 +94,15 @@ def _check_whole(func: Any, tensor: SpanTensor, dims: Any, keepdim: bool) -> Non
     """Raises unless a reduction is over all dims and drops them."""
     dims = [dims] if isinstance(dims, int) else list(dims or range(tensor.ndim))
     if keepdim or {dim % max(tensor.ndim, 1) for dim in dims} != set(range(tensor.ndim)):
-        raise _refuse(func)
+        raise refuse(func)
 
 
 def _reduce(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensor, name = args[0], func._schema.name.removeprefix("aten::")
     if name in ("max", "min") and len(args) > 1:
         if func._overloadname == "other":
-            return _pointwise(func, args, kwargs)
-        raise _refuse(func)
+            return pointwise(func, args, kwargs)
+        raise refuse(func)
     _check_whole(func, tensor, *(*args[1:], *(None, False)[len(args) - 1 :]))
     local, spec = tensor._local_tensor, tensor._spec
     if name in ("sum", "mean"):
@@ -349,14 +123,14 @@ def _reduce(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    one, two = _operands(func, args, {}, _first(func, args, {})._spec)[0]
+    one, two = operands(func, args, {}, first_span(func, args, {})._spec)[0]
     same = torch.tensor(int(torch.equal(one, two)), device=one.device)
-    return bool(_all_reduce(same, _first(func, args, {})._spec, _MIN).item())
+    return bool(_all_reduce(same, first_span(func, args, {})._spec, _MIN).item())
 
 
 def _item(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if args[0].numel() != 1:
-        raise _refuse(func)
+        raise refuse(func)
     return args[0].full_tensor().item()
 
 
@@ -400,7 +174,7 @@ def _lead(func: Any, args: Sequence[Any]) -> Sequence[Tensor]:
     for value in args:
         if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
             return value
-    raise _refuse(func)
+    raise refuse(func)
 
 
 def _kinds(lead: Sequence[Tensor]) -> _Rest:
@@ -443,16 +217,16 @@ def _each(func: Any, lead: Any, args: Args, kwargs: Kwargs) -> Any:
     for value in args:
         if _is_list(value, len(specs)):
             pairs = zip(value, specs, strict=True)
-            local_args.append([_operand(func, item, spec) for item, spec in pairs])
+            local_args.append([operand(func, item, spec) for item, spec in pairs])
         else:
-            local_args.append(_operand(func, value, specs[0]))
-    kwargs = {key: _operand(func, value, specs[0]) for key, value in kwargs.items()}
+            local_args.append(operand(func, value, specs[0]))
+    kwargs = {key: operand(func, value, specs[0]) for key, value in kwargs.items()}
     out = func(*local_args, **kwargs)
     if not out:
         return None
     for result, tensor in zip(out, lead, strict=True):
         if result.shape != tensor._local_tensor.shape:
-            raise _refuse(func)
+            raise refuse(func)
     return [rewrap(tensor, result) for result, tensor in zip(out, lead, strict=True)]
 
 
@@ -474,45 +248,21 @@ def _unscale(func: Any, lead: Any, args: Args, kwargs: Kwargs) -> None:
     _each(func, lead, args, kwargs)
     for mesh, tensor in {tensor._spec.mesh: tensor for tensor in lead}.items():
         assert mesh is not None
-        _all_reduce(_operand(func, found_inf, tensor._spec), tensor._spec, _MAX)
+        _all_reduce(operand(func, found_inf, tensor._spec), tensor._spec, _MAX)
 
 
 # -- the table -----------------------------------------------------------------------------------
 
-_POINTWISE = """
-abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max
-clamp_min copysign cos div eq erf erfinv exp exp2 expm1 fill floor floor_divide fmod frac ge gt
-hypot isfinite isinf isnan le lerp log log10 log1p log2 logical_and logical_not logical_or
-logical_xor lt masked_fill maximum minimum mul nan_to_num ne neg pow reciprocal relu remainder
-round rsqrt sigmoid sign signbit sin sqrt square sub tanh trunc where xlogy zero
-alias detach lift_fresh _pin_memory
-"""
-_LIKES = "clone _to_copy empty_like full_like ones_like zeros_like"
-_NEWS = "new_empty new_empty_strided new_full new_ones new_zeros"
-_RANDOM = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 _REDUCTIONS = "all amax amin any max mean min sum"
 _FUSED = "_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_"
 _REFUSED = {("view", "dtype"), ("bernoulli_", "Tensor")}
 
 _TABLE: dict[str, Handler] = {
-    **dict.fromkeys(_POINTWISE.split(), _pointwise),
-    **dict.fromkeys((f"{name}_" for name in _POINTWISE.split()), _in_place),
-    **dict.fromkeys(_LIKES.split(), _like),
-    **dict.fromkeys(_NEWS.split(), _new_like),
-    **dict.fromkeys(_RANDOM.split(), _random),
-    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _random_like),
+    **LOCAL,
     **dict.fromkeys(_REDUCTIONS.split(), _reduce),
-    **dict.fromkeys(("view", "_unsafe_view"), _view),
-    **dict.fromkeys(("is_pinned", "record_stream"), _on_local),
-    "copy_": _copy,
-    "index_put_": _put,
-    "select": _select,
-    "slice": _slice,
     "equal": _equal,
-    "is_same_size": _same_size,
     "linalg_vector_norm": _norm,
     "_local_scalar_dense": _item,
-    "_has_compatible_shallow_copy_type": _never,
 }
 _LISTS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_FUSED.split(), _each),
@@ -525,16 +275,16 @@ _FOUND: dict[Any, Handler] = {}
 def _find(func: Any) -> Handler:
     """The handler of an overload, by the op's name; kept for the next time."""
     name = func._schema.name.removeprefix("aten::")
-    has_out = any(a.is_out for a in func._schema.arguments) and _TABLE.get(name) is not _pointwise
+    has_out = any(a.is_out for a in func._schema.arguments) and _TABLE.get(name) is not pointwise
     if has_out or (name, func._overloadname) in _REFUSED:
-        raise _refuse(func)
+        raise refuse(func)
     each = _LISTS.get(name) or (_each if name.startswith("_foreach_") else None)
     if each is not None:
         _FOUND[func] = lambda func, args, kwargs: _by_kind(func, args, kwargs, each)
     elif name in _TABLE:
         _FOUND[func] = _TABLE[name]
     else:
-        raise _refuse(func)
+        raise refuse(func)
     return _FOUND[func]
 
 

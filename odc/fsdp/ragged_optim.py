@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from odc.fsdp.ragged_ops import SpanTensor, rewrap
+from odc.fsdp.ragged_local import SpanTensor, rewrap
 from odc.fsdp.ragged_shard import RaggedOpError, own_part
 
 _REFUSED: dict[type[Optimizer], str] = {

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from odc.fsdp.dbuffer import DBuffer
 from odc.fsdp.ragged import RaggedShard, RaggedTensor
-from odc.fsdp.ragged_ops import new_dtensor
+from odc.fsdp.ragged_local import new_dtensor
 from odc.fsdp.storage import GatherPool
 from odc.fsdp.wrap import Place
 from odc.memory.events import Phase

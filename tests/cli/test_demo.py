@@ -3,14 +3,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from odc.cli.main import main
 from odc.train.demo import run_demo
+from tests import forked
 
 SMALL = [
     "model.hidden_size=64",
@@ -45,19 +45,15 @@ def test_the_demo_profiles_learns_judges_trains_on_and_reports(
 
 
 def test_an_interrupted_demo_stops_at_once_with_exit_code_130(tmp_path: Path) -> None:
-    environment = {**os.environ, "ODC_CACHE_DIR": str(tmp_path / "cache")}
     words = [word.replace("train.steps=24", "train.steps=4000") for word in SMALL]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "odc.cli.main", "demo", "--run-dir", str(tmp_path / "demo"), *words],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    arguments = ["demo", "--run-dir", str(tmp_path / "demo"), *words]
+    cache = str(tmp_path / "cache")
+    process = forked.start(main, arguments, tmp_path / "err", ODC_CACHE_DIR=cache)
     metrics = tmp_path / "demo" / "profile" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+        assert process.is_alive()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    assert forked.finish(process, 60) == 130
     assert not (tmp_path / "demo" / "predictors").exists()

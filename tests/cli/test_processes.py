@@ -1,8 +1,8 @@
 """Claims about whole processes: killed, interrupted or failing, a run can be read and resumed."""
 
 import argparse
+import itertools
 import json
-import multiprocessing
 import random
 import signal
 import subprocess
@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from odc.cli.main import main
+from odc.errors import PageIOError
+from odc.memory.home import DiskHome
 from odc.train.checkpoint import latest
 from profiler import TraceReader
+from tests import forked
 
 KEYS = [
     "data.vocab_size=400",
@@ -30,22 +33,18 @@ KEYS = [
     "profiler.trace_interval=1",
 ]
 
-# Makes the page home fail in the middle of a run, as a worn disk would.
-FAILING = """
-import errno, sys
-from odc.errors import PageIOError
-from odc.memory import home
-calls = 0
-def transfer(self, call, verb, page, offset, address, num_bytes, real=home.DiskHome._transfer):
-    global calls
-    calls += 1
-    if calls > 250:
-        raise PageIOError("cannot write: No space left on device", page=page, path=self.path)
-    return real(self, call, verb, page, offset, address, num_bytes)
-home.DiskHome._transfer = transfer
-from odc.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
+
+def main_on_a_failing_disk(arguments: list[str]) -> int:
+    """`main` where the page home fails in the middle of a run, as a worn disk would."""
+    real, calls = DiskHome._transfer, itertools.count()
+
+    def transfer(self, call, verb, page, offset, address, num_bytes):
+        if next(calls) >= 250:
+            raise PageIOError("cannot write: No space left on device", page=page, path=self.path)
+        return real(self, call, verb, page, offset, address, num_bytes)
+
+    DiskHome._transfer = transfer
+    return main(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +54,6 @@ def keys(tmp_path_factory) -> list[str]:
     (folder / source.name).write_bytes(source.read_bytes())
     cache = tmp_path_factory.mktemp("cache")
     return [f"data.corpus={folder}", f"data.cache_dir={cache}", *KEYS]
-
-
-def start(*arguments: str, program: tuple[str, ...] = ("-m", "odc.cli.main")) -> subprocess.Popen:
-    command = [sys.executable, *program, *arguments]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen, code: int) -> tuple[str, str]:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code, err
-    return out, err
 
 
 def wait_for_steps(alive: Callable[[], bool], run_dir: Path, count: int) -> None:
@@ -85,9 +73,6 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 
 def check_kills(keys: list[str], tmp_path: Path, kills: int, model: str) -> None:
     """Kills a run again and again, resumes it, and compares it with one that ran through."""
-    # A server that has imported torch forks the runs: they start at once, and die as any process.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["odc.train.trainer", "odc.cli.main"])
     steps = 6 * (kills + 1)
     arguments = ["train", model, *keys, f"train.steps={steps}"]
     assert main([*arguments, "--run-dir", str(tmp_path / "whole")]) == 0
@@ -95,10 +80,8 @@ def check_kills(keys: list[str], tmp_path: Path, kills: int, model: str) -> None
     killed = tmp_path / "killed"
     for number in range(kills):
         resume = ["--resume"] if latest(killed / "checkpoints") else []
-        process = context.Process(
-            target=main, args=([*arguments, "--run-dir", str(killed), *resume],)
-        )
-        process.start()
+        words = [*arguments, "--run-dir", str(killed), *resume]
+        process = forked.start(main, words, tmp_path / "err")
         wait_for_steps(process.is_alive, killed, 6 * number + 4)
         time.sleep(draw.uniform(0, 0.2))
         process.kill()
@@ -127,10 +110,17 @@ def test_a_run_killed_twenty_times_resumes_bit_equal(keys, tmp_path, model):
 
 def test_ctrl_c_ends_a_process_cleanly_with_130(keys, tmp_path):
     run_dir = tmp_path / "run"
-    process = start("train", "tiny-moe", *keys, "train.steps=5000", "--run-dir", str(run_dir))
+    words = ["train", "tiny-moe", *keys, "train.steps=5000", "--run-dir", str(run_dir)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "odc.cli.main", *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     wait_for_steps(lambda: process.poll() is None, run_dir, 3)
     process.send_signal(signal.SIGINT)
-    out, err = finish(process, 130)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
     assert "Traceback" not in err and "interrupted" in out
     done = len(losses(run_dir))
     assert latest(run_dir / "checkpoints").name == f"step-{done:06d}"
@@ -143,7 +133,9 @@ def test_a_failing_disk_ends_a_process_with_3_and_spares_its_checkpoints(keys, t
     run_dir = tmp_path / "run"
     arguments = ["train", "tiny-moe", *keys, "train.steps=60", "checkpoint.every=1"]
     disk = ["memory.home=disk", f"memory.home_dir={tmp_path / 'home'}", "--run-dir", str(run_dir)]
-    _, err = finish(start(*arguments, *disk, program=("-c", FAILING)), 3)
+    process = forked.start(main_on_a_failing_disk, [*arguments, *disk], tmp_path / "err")
+    code, err = forked.finish(process), (tmp_path / "err").read_text()
+    assert code == 3, err
     told = [line for line in err.splitlines() if line.startswith("odc: ")]
     assert "Traceback" not in err and len(told) == 1
     assert told[0].startswith("odc: page ") and f"in {tmp_path / 'home'}" in told[0]

@@ -24,7 +24,7 @@ import odc
 from odc.fsdp import fsdp_module
 from odc.fsdp.fully_shard import UnshardHandle
 from tests.fsdp.claims import Entry, World, registry
-from tests.fsdp.fully_shard_claims import Net, batch, loss_of, sharded, train_ranks
+from tests.fsdp.sharded_models import Net, batch, loss_of, sharded, train_ranks
 
 CLAIMS: dict[str, Entry] = {}
 claim = registry(CLAIMS)

@@ -23,8 +23,8 @@ from odc.fsdp.sharded_runtime import ShardedRuntime
 from odc.fsdp.storage import GatherPool
 from odc.memory.frames import FRAME_BYTES
 from tests.fsdp.claims import Entry, World, registry
-from tests.fsdp.comm_ranks import crossed_since, socket_bytes
-from tests.fsdp.fully_shard_claims import Block, Net, batch, loss_of, sharded, train_ranks
+from tests.fsdp.comm_traffic import crossed_since, socket_bytes
+from tests.fsdp.sharded_models import Block, Net, batch, loss_of, sharded, train_ranks
 
 CLAIMS: dict[str, Entry] = {}
 claim = registry(CLAIMS)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import odc
 from odc.fsdp.ragged import RaggedTensor
 from tests.fsdp.claims import Entry, World, registry
-from tests.fsdp.fully_shard_claims import Net, batch, loss_of, sharded, train_ranks
+from tests.fsdp.sharded_models import Net, batch, loss_of, sharded, train_ranks
 
 CLAIMS: dict[str, Entry] = {}
 claim = registry(CLAIMS)

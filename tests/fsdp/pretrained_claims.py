@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 import odc
 from tests.fsdp.claims import Entry, World, registry
-from tests.fsdp.fully_shard_claims import deviation
+from tests.fsdp.sharded_models import deviation
 
 os.environ.update(
     HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"

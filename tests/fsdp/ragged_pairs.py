@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -74,3 +77,27 @@ def set_gradients(
 def assert_close(mine: Tensor, plain: Tensor, tolerance: float = 1e-6) -> None:
     assert isinstance(mine, RaggedTensor), type(mine)
     torch.testing.assert_close(mine.full_tensor(), plain, rtol=tolerance, atol=tolerance)
+
+
+def layer_pair(world: World, make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """(with ragged parameters, plain), of the same values."""
+    torch.manual_seed(3)
+    plain = make()
+    mine = copy.deepcopy(plain)
+    for module in mine.modules():
+        for number, (name, value) in enumerate(list(module._parameters.items())):
+            if value is not None:
+                kind = KINDS[number]
+                setattr(module, name, nn.Parameter(ragged(world, value.detach(), kind)))
+    return mine, plain
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(6, 4, padding_idx=2), nn.Linear(4, 7), nn.LayerNorm(7), nn.Conv1d(3, 2, 2)
+    )
+
+
+def assert_same_module(mine: nn.Module, plain: nn.Module) -> None:
+    for (name, ours), theirs in zip(mine.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.detach().full_tensor(), theirs.detach()), name

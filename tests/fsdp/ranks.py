@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import multiprocessing
 import os
 import tempfile
 import time
@@ -21,12 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The server has loaded what ranks will ask for, and each of them is a fork of it: milliseconds in
-# place of seconds. The first optimizer of a process loads torch._dynamo.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "tests.fsdp.interop_claims", "odc.train.rank_trainer"]
-)
+from tests.forked import CONTEXT
+
 _GRACE_S = 5.0  # for the other ranks, once one has failed
 
 
@@ -71,8 +66,8 @@ class _World:
         store = str(Path(self._folder.name) / "store")
         self._processes, self._pipes = [], []
         for rank in range(size):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -1,11 +1,12 @@
-"""Collectives of flat buffers over gloo, on processes of their own (`comm_ranks.py`)."""
+"""Collectives of flat buffers over gloo, on processes of their own (`comm_*.py`)."""
 
 import pytest
 import torch
 
 from odc.fsdp.comm import NullComm
 from odc.fsdp.comm_pipeline import BLOCK_BYTES, DEPTH, SCRATCH_BYTES, chunk_numel
-from tests.fsdp import comm_ranks
+from tests.fsdp import comm_faults, comm_ranks, comm_traffic
+from tests.fsdp.comm_values import CHUNK_BYTES
 
 pytestmark = pytest.mark.dist
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow)]  # more ranks: more of the same
@@ -42,19 +43,19 @@ def test_results_do_not_depend_on_who_is_late_nor_on_the_run(run_ranks):
 
 @pytest.mark.parametrize("size", WORLDS)
 def test_payload_is_exact_and_counted(run_ranks, size):
-    run_ranks(comm_ranks.payload, size)
+    run_ranks(comm_traffic.payload, size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_sockets_carry_the_payload_and_little_else(run_ranks, size):
-    crossed, expected = run_ranks(comm_ranks.wire, size)[0]
+    crossed, expected = run_ranks(comm_traffic.wire, size)[0]
     for ours, payload in zip(crossed, expected, strict=True):
         assert payload <= ours < 1.1 * payload
 
 
 def test_all_gather_copies_and_allocates_nothing(run_ranks):
-    for names in run_ranks(comm_ranks.gather_operators, 2):
+    for names in run_ranks(comm_traffic.gather_operators, 2):
         assert names == [
             "aten.detach.default",
             "aten.slice.Tensor",
@@ -77,13 +78,13 @@ def test_a_gather_that_begins_later_keeps_its_place_and_waits_for_reductions(run
 
 
 def test_the_observer_is_told_once_of_every_call(run_ranks):
-    seen = run_ranks(comm_ranks.observed, 2)
+    seen = run_ranks(comm_traffic.observed, 2)
     assert seen == [[("reduce_scatter", 5, 8000), ("all_gather", 5, 8000)]] * 2
 
 
 def test_the_scratch_is_allocated_once(run_ranks):
-    for landing, wide in run_ranks(comm_ranks.scratch_stays, 3):
-        assert landing == DEPTH * 2 * comm_ranks.CHUNK_BYTES
+    for landing, wide in run_ranks(comm_traffic.scratch_stays, 3):
+        assert landing == DEPTH * 2 * CHUNK_BYTES
         assert wide == 2 * BLOCK_BYTES
 
 
@@ -95,7 +96,7 @@ def test_the_scratch_is_bounded_for_any_number_of_ranks(size, dtype):
 
 
 def test_the_thread_ends_with_its_comm(run_ranks):
-    run_ranks(comm_ranks.threads_end, 2)
+    run_ranks(comm_traffic.threads_end, 2)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_the_thread_ends_with_its_comm(run_ranks):
     ],
 )
 def test_a_killed_peer_is_named_well_before_the_time_out(run_ranks, op, how):
-    answers = run_ranks(comm_ranks.lost_peer, 3, op, how, 50.0, killed=[2])
+    answers = run_ranks(comm_faults.lost_peer, 3, op, how, 50.0, killed=[2])
     for message, peer, seconds in answers[:2]:
         assert peer == 2
         assert f"{op} of 50331648 bytes in group shard: rank 2: " in message
@@ -122,14 +123,14 @@ def test_a_killed_peer_is_named_well_before_the_time_out(run_ranks, op, how):
     "op", ["reduce_scatter", pytest.param("all_gather", marks=pytest.mark.slow)]
 )
 def test_a_peer_that_stays_away_is_named_after_the_time_out(run_ranks, op):
-    answers = run_ranks(comm_ranks.lost_peer, 3, op, "absent", 1.0, killed=[2])
+    answers = run_ranks(comm_faults.lost_peer, 3, op, "absent", 1.0, killed=[2])
     for message, peer, _ in answers[:2]:
         assert peer == 2 and "no answer within 1 s" in message
 
 
 def test_ranks_that_disagree_about_a_size_say_so(run_ranks):
     # The first to give up closes the connection, and the other may see that before its own end.
-    messages = run_ranks(comm_ranks.other_size, 2, last=True)
+    messages = run_ranks(comm_faults.other_size, 2, last=True)
     assert any("called other collectives or sizes" in message for message in messages)
 
 

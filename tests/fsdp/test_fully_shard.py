@@ -1,11 +1,13 @@
-"""`fully_shard` trains as one process does; the claims are in `fully_shard_claims.py`."""
+"""`fully_shard` trains as one process does; the claims are in `fully_shard_*claims.py`."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.fsdp import fully_shard_claims, fully_shard_module_claims
 from tests.fsdp.claims import cases
-from tests.fsdp.fully_shard_claims import CLAIMS
+
+CLAIMS = fully_shard_claims.CLAIMS | fully_shard_module_claims.CLAIMS
 
 
 @pytest.mark.dist

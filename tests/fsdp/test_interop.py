@@ -1,11 +1,13 @@
-"""Sharded models come from and go to other programs; the claims are in `interop_claims.py`."""
+"""Sharded models come from and go to other programs: safetensors, transformers, checkpoints."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.fsdp import dcp_claims, hugging_face_claims, safetensors_claims
 from tests.fsdp.claims import cases
-from tests.fsdp.interop_claims import CLAIMS
+
+CLAIMS = dcp_claims.CLAIMS | hugging_face_claims.CLAIMS | safetensors_claims.CLAIMS
 
 
 @pytest.mark.dist

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -10,6 +9,7 @@ import time
 import pytest
 
 from odc.errors import RankLostError
+from tests.forked import CONTEXT
 
 
 def train(rank: int, size: int, store: str, pipe) -> None:
@@ -17,7 +17,7 @@ def train(rank: int, size: int, store: str, pipe) -> None:
     import torch.distributed as dist
 
     import odc
-    from tests.fsdp.fully_shard_claims import Net, batch, loss_of
+    from tests.fsdp.sharded_models import Net, batch, loss_of
 
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -42,12 +42,11 @@ def train(rank: int, size: int, store: str, pipe) -> None:
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
 def test_a_rank_that_is_gone_or_stands_still_is_named_by_the_others(tmp_path, how):
-    context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     os.environ["OMP_NUM_THREADS"] = "1"
     for rank in range(3):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=train, args=(rank, 3, str(tmp_path / "store"), theirs))
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=train, args=(rank, 3, str(tmp_path / "store"), theirs))
         process.start()
         pipes.append(ours)
         processes.append(process)

@@ -1,6 +1,6 @@
 """A RaggedTensor behaves as FSDP2's sharded DTensor, on spans that are uneven or empty.
 
-The claims on several ranks are in `ragged_claims.py`.
+The claims on several ranks are in `ragged_*claims.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,20 @@ from hypothesis import strategies as st
 from odc.fsdp.ragged import RaggedLayoutError, RaggedShard
 from odc.fsdp.ragged_shard import boxes
 from odc.sharding import TensorSpec, plan_group
+from tests.fsdp import (
+    ragged_claims,
+    ragged_optimizer_claims,
+    ragged_refusal_claims,
+    ragged_saving_claims,
+)
 from tests.fsdp.claims import cases
-from tests.fsdp.ragged_claims import CLAIMS
+
+CLAIMS = (
+    ragged_claims.CLAIMS
+    | ragged_optimizer_claims.CLAIMS
+    | ragged_saving_claims.CLAIMS
+    | ragged_refusal_claims.CLAIMS
+)
 
 
 @pytest.mark.dist

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from odc.monitor import Profiler
 from profiler.capture import CommCapture, group_number, sample_memory
 from profiler.reader import TraceReader
 from profiler.schema import Account, CommOp, Tier
+from tests.profiler import rank_program
 
 
 def train(profiler: Profiler, steps: int) -> None:
@@ -196,50 +196,10 @@ def test_visualize_hands_the_run_to_the_dashboard(tmp_path: Path, monkeypatch, c
     assert calls == [("serve", tmp_path), ("report", tmp_path, target)]
 
 
-RANK = textwrap.dedent("""
-    import sys
-    import torch, torch.distributed as dist
-    from torch.distributed import all_reduce
-    from odc.monitor import Profiler
-
-    rank, port, run_dir = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    alone = [dist.new_group([r]) for r in range(2)][rank]
-    with Profiler(trace_interval=2, run_dir=run_dir) as profiler:
-        for step in range(3):
-            t = torch.ones(1000)
-            all_reduce(t)
-            dist.all_gather_into_tensor(torch.empty(2000), t)
-            dist.all_gather([torch.empty(1000), torch.empty(1000)], t)
-            dist.reduce_scatter_tensor(torch.empty(500), t, async_op=True).wait()
-            dist.broadcast(t, 1)
-            dist.all_to_all_single(torch.empty(1000), t)
-            dist.send(t, 1) if rank == 0 else dist.recv(t, 0)
-            dist.all_reduce(t, group=alone)
-            dist.barrier()
-            profiler.step(loss=float(t.sum()))
-        dist.barrier()
-        matrix = profiler.comm_matrix
-    assert matrix.tolist() == [[0, 40_000], [40_000, 0]], matrix
-    dist.destroy_process_group()
-""")
-
-
 @pytest.mark.dist
-def test_two_ranks_record_their_collectives(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(r), port, str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for r in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+def test_two_ranks_record_their_collectives(run_ranks, tmp_path: Path) -> None:
+    matrices = run_ranks(rank_program.record_collectives, 2, tmp_path)
+    assert matrices == [[[0, 40_000], [40_000, 0]]] * 2
     reader = TraceReader(tmp_path)
     # Per traced step and rank, by hand: 4,000 B each of all-reduce, two all-gathers and broadcast
     # (rank 1 only) or send (rank 0 only), 2,000 B of reduce-scatter and of all-to-all.
