@@ -5,6 +5,9 @@ that swaps or lost its network) keeps them open, and its peers would wait until 
 rank counts in the store of its process group, and watches the count of the next rank; who finds it
 standing writes that down, and all ranks give their collectives up.
 
+A rank that ends because another is gone closes its connections, too, and who waits for both may see
+its end first. So who finds a rank gone writes that down as well, before it ends itself.
+
 The thread counts, not the program: a rank that computes for long, or stands in a debugger, beats.
 The store must live on: torchrun keeps it outside of the ranks.
 """
@@ -58,6 +61,14 @@ class Heartbeat:
             self._stop.set()
             with contextlib.suppress(RuntimeError):
                 self._store.set(self._key(self._rank), "left")
+
+    def first_lost(self, rank: int) -> int:
+        """The rank that was found gone before all others; `rank` is, if nobody has told of one."""
+        try:
+            found = int(self._store.compare_set(f"{_PREFIX}/gone", "", str(rank)))
+        except RuntimeError:  # the store is gone with the rank that held it
+            return rank
+        return rank if found == self._rank else found  # a peer waited for this one in vain
 
     def _key(self, rank: int) -> str:
         return f"{_PREFIX}/{rank}"

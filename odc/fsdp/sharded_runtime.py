@@ -128,6 +128,11 @@ def watch_ranks() -> None:
     _HEARTBEATS[id(world)] = (world, Heartbeat(store, dist.get_rank(), size, _give_up))
 
 
+def _first_lost(rank: int) -> int:
+    beating = _HEARTBEATS.get(id(dist.group.WORLD))
+    return rank if beating is None else beating[1].first_lost(rank)
+
+
 def _give_up(rank: int) -> None:
     _STANDING.append(rank)
     for _, comm in list(_COMMS.values()):
@@ -201,6 +206,8 @@ class ShardedRuntime(Passes):
             if _STANDING:
                 rank = _STANDING[0]
                 reason = f"rank {rank} stands still (its heartbeat stopped)"
+            elif rank is not None and (first := _first_lost(rank)) != rank:
+                rank, reason = first, f"{reason}; it ended because rank {first} was lost"
             raise RankLostError(reason, rank=rank, group=group.name, step=self.step) from error
 
     # -- passes ----------------------------------------------------------------------------------

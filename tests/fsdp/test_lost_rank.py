@@ -7,8 +7,10 @@ import signal
 import time
 
 import pytest
+import torch.distributed as dist
 
 from odc.errors import RankLostError
+from odc.fsdp.heartbeat import Heartbeat
 from tests.forked import CONTEXT
 
 
@@ -68,3 +70,18 @@ def test_a_rank_that_is_gone_or_stands_still_is_named_by_the_others(tmp_path, ho
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_all_name_the_rank_that_was_found_gone_first(tmp_path, kind):
+    """Who ends because of it closes its connections as well."""
+    if kind == "file":
+        store = dist.FileStore(str(tmp_path / "store"), 3)
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    beats = [Heartbeat(store, rank, 3, lambda rank: None) for rank in range(3)]
+    assert beats[2].first_lost(1) == 1  # it is told of, before rank 2 ends
+    assert beats[0].first_lost(2) == 1
+    assert beats[1].first_lost(0) == 0, "it is there"
+    for beat in beats:
+        beat.close()
