@@ -27,7 +27,20 @@ FLAGS = [
         "disable-sync",
     )
 ]
-PAGES = ("", "residency", "access", "access?mode=experts", "memory", "communication")
+PAGES = {  # and their titles
+    "": "Overview",
+    "residency": "Residency",
+    "access": "Access",
+    "access?mode=experts": "Access: experts",
+    "memory": "Memory",
+    "communication": "Communication",
+}
+DEMO = "demo/lru%2Bnone"
+# What a link of the app does.
+FOLLOW = """address => {
+    history.pushState({}, '', address);
+    dispatchEvent(new PopStateEvent('popstate'));
+}"""
 DRAWN = """[...document.querySelectorAll('#content .dash-graph')]
     .every(g => g.querySelector('.main-svg') && g.querySelector('.xaxislayer-above, .xy'))"""
 
@@ -90,17 +103,64 @@ def watched(browser, url: str) -> Iterator[Watch]:
     assert watch.faults == []
 
 
-def open_page(watch: Watch, address: str) -> None:
+@pytest.fixture(scope="module")
+def tab(browser, url: str) -> Iterator[Watch]:
+    """The app, loaded once: that takes longer than any of its pages."""
+    watch = Watch(browser.new_page(), url)
+    load(watch, url)
+    yield watch
+    watch.page.close()
+
+
+@pytest.fixture
+def app(tab: Watch) -> Iterator[Watch]:
+    """The loaded app, for tests that leave nothing behind in it."""
+    tab.page.set_viewport_size({"width": 1440, "height": 900})
+    yield tab
+    faults, tab.faults[:] = list(tab.faults), []
+    assert faults == []
+
+
+def load(watch: Watch, address: str) -> None:
     watch.page.goto(address)
     watch.page.wait_for_selector("#content h1", timeout=30_000)
     watch.page.wait_for_function(DRAWN, timeout=30_000)
 
 
+def follow(watch: Watch, url: str, path: str, run: str = DEMO) -> None:
+    """Goes to a page as a link does, past one without figures: all that is drawn is new."""
+    for one in ("memory" if path == "communication" else "communication", path):
+        sign = "&" if "?" in one else "?"
+        watch.page.evaluate(FOLLOW, f"{url}{one}{sign}run={run}")
+        watch.page.wait_for_function(
+            "title => document.querySelector('#content h1').textContent === title",
+            arg=PAGES[one],
+            timeout=30_000,
+        )
+    watch.page.wait_for_function(DRAWN, timeout=30_000)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES)
-def test_every_page_draws_its_figures_shares_nothing_and_fits(watched: Watch, url, path) -> None:
+def test_every_page_can_be_loaded(watched: Watch, url: str, path: str) -> None:
     sign = "&" if "?" in path else "?"
-    open_page(watched, f"{url}{path}{sign}run=demo/lru%2Bnone")
-    page = watched.page
+    load(watched, f"{url}{path}{sign}run={DEMO}")
+    assert_page_is_whole(watched.page, path)
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_page_draws_its_figures_shares_nothing_and_fits(app: Watch, url: str, path) -> None:
+    follow(app, url, path)
+    page = app.page
+    assert_page_is_whole(page, path)
+    assert_nothing_is_shared(page)
+    for width in (1440, 420):
+        page.set_viewport_size({"width": width, "height": 860})
+        page.wait_for_timeout(200)  # plotly lays itself out anew
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def assert_page_is_whole(page, path: str) -> None:
     graphs = page.locator("#content .dash-graph").count()
     if path == "communication":
         assert "one rank" in page.inner_text(".verdict") and graphs == 0
@@ -108,11 +168,6 @@ def test_every_page_draws_its_figures_shares_nothing_and_fits(watched: Watch, ur
         assert any(character.isdigit() for character in page.inner_text(".verdict"))
         assert graphs and page.locator("#content table tbody tr").count() > 1
         assert page.locator(".modebar-btn").count() >= graphs
-    assert_nothing_is_shared(page)
-    for width in (1440, 420):
-        page.set_viewport_size({"width": width, "height": 860})
-        page.wait_for_timeout(200)  # plotly lays itself out anew
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def assert_nothing_is_shared(page) -> None:
@@ -124,28 +179,29 @@ def assert_nothing_is_shared(page) -> None:
     assert not [t for t in titles if any(w in t.lower() for w in ("share", "cloud", "upload"))]
 
 
-def test_the_matrix_of_ranks_has_its_numbers(watched: Watch, url: str) -> None:
-    open_page(watched, f"{url}communication?run=ranks")
-    texts = watched.page.eval_on_selector_all(
+def test_the_matrix_of_ranks_has_its_numbers(app: Watch, url: str) -> None:
+    follow(app, url, "communication", "ranks")
+    texts = app.page.eval_on_selector_all(
         "#graph-matrix text", "all => all.map(text => text.textContent)"
     )
     assert texts.count("0") >= 8
-    assert_nothing_is_shared(watched.page)
+    assert_nothing_is_shared(app.page)
 
 
-def test_hovering_a_page_names_it_and_its_state(watched: Watch, url: str) -> None:
-    open_page(watched, f"{url}residency?run=demo/lru%2Bnone")
-    plot = watched.page.locator("#graph-residency .nsewdrag").first.bounding_box()
-    watched.page.mouse.move(plot["x"] + plot["width"] * 0.4, plot["y"] + plot["height"] * 0.15)
-    watched.page.wait_for_selector("#graph-residency .hovertext", timeout=10_000)
-    text = watched.page.locator("#graph-residency .hovertext").first.text_content()
+def test_hovering_a_page_names_it_and_its_state(app: Watch, url: str) -> None:
+    follow(app, url, "residency")
+    plot = app.page.locator("#graph-residency .nsewdrag").first.bounding_box()
+    app.page.mouse.move(plot["x"] + plot["width"] * 0.4, plot["y"] + plot["height"] * 0.15)
+    text = app.page.wait_for_function(
+        "document.querySelector('#graph-residency .hovertext')?.textContent", timeout=10_000
+    ).json_value()
     assert " · page " in text
     assert "(2 device, 1 home, 3 none, 0 unknown)" in text
     assert any(f"state {code}" in text for code in range(4))
 
 
 def test_a_copied_address_shows_the_same_and_controls_change_it(watched: Watch, url: str) -> None:
-    open_page(watched, f"{url}access?run=demo/lru%2Bnone&step0=2&step1=4&mode=misses")
+    load(watched, f"{url}access?run=demo/lru%2Bnone&step0=2&step1=4&mode=misses")
     page = watched.page
     assert "In steps 2–4" in page.inner_text(".verdict")
     assert page.locator(".choice a.chosen").inner_text() == "demand loads"
@@ -157,20 +213,20 @@ def test_a_copied_address_shows_the_same_and_controls_change_it(watched: Watch, 
     assert "mode=misses" in page.url
 
 
-def test_the_step_control_writes_the_address(watched: Watch, url: str) -> None:
-    open_page(watched, f"{url}access?run=demo/lru%2Bnone")
-    first = watched.page.locator(".step-control input").first
+def test_the_step_control_writes_the_address(app: Watch, url: str) -> None:
+    follow(app, url, "access")
+    first = app.page.locator(".step-control input").first
     first.fill("3")
     first.press("Enter")
-    watched.page.wait_for_url("**step0=3**", timeout=10_000)
-    watched.page.wait_for_function(
+    app.page.wait_for_url("**step0=3**", timeout=10_000)
+    app.page.wait_for_function(
         "document.querySelector('.verdict').textContent.includes('steps 3–6')"
     )
 
 
-def test_the_theme_switch_redraws_the_page(watched: Watch, url: str) -> None:
-    open_page(watched, f"{url}memory?run=demo/lru%2Bnone")
-    page = watched.page
+def test_the_theme_switch_redraws_the_page(app: Watch, url: str) -> None:
+    follow(app, url, "memory")
+    page = app.page
     color = "getComputedStyle(document.body).backgroundColor"
     before = page.evaluate(color)
     page.click("#theme-button")
@@ -178,6 +234,8 @@ def test_the_theme_switch_redraws_the_page(watched: Watch, url: str) -> None:
     assert page.evaluate(color) != before
     text = "document.querySelector('#content .xtick text').style.fill"
     page.wait_for_function(f"{text} === 'rgb(228, 233, 240)'", timeout=20_000)
+    page.click("#theme-button")
+    page.wait_for_function("document.documentElement.dataset.theme === 'light'")
 
 
 def test_a_growing_run_appears_without_reloading(watched: Watch, tmp_path: Path) -> None:
@@ -195,12 +253,17 @@ def test_a_growing_run_appears_without_reloading(watched: Watch, tmp_path: Path)
 
 
 def test_the_report_draws_itself_without_any_request(browser, folder: Path, tmp_path: Path) -> None:
-    path = write_report(folder / "demo", tmp_path / "report.html")
+    path = write_report(folder, tmp_path / "report.html")
     page = browser.new_page(color_scheme="dark", viewport={"width": 1440, "height": 900})
     watch = Watch(page, path.as_uri())
     page.goto(path.as_uri())
-    page.evaluate("document.querySelectorAll('details.run').forEach(d => d.open = true)")
-    for plot in page.locator(".plot").all():
+    needed, shown = page.locator(".table .scroll").first.evaluate(
+        "e => [e.scrollWidth, e.clientWidth]"
+    )
+    assert needed <= shown, "the comparison of runs is cut off"
+    # One of the runs of one rank, and that of several: every kind of figure.
+    page.evaluate("document.querySelectorAll('details.run').forEach((d, i) => d.open = i != 1)")
+    for plot in page.locator(".plot:not(details.run:not([open]) .plot)").all():
         plot.scroll_into_view_if_needed()
         page.wait_for_function(
             'name => document.querySelector(`[data-figure="${name}"] .main-svg`)',
@@ -211,13 +274,3 @@ def test_the_report_draws_itself_without_any_request(browser, folder: Path, tmp_
     assert_nothing_is_shared(page)
     page.close()
     assert watch.faults == []
-
-
-def test_the_comparison_in_the_report_is_not_cut_off(browser, folder: Path, tmp_path: Path) -> None:
-    path = write_report(folder, tmp_path / "report.html")
-    page = browser.new_page(viewport={"width": 1440, "height": 900})
-    page.goto(path.as_uri())
-    widths = "e => [e.scrollWidth, e.clientWidth]"
-    needed, shown = page.locator(".table .scroll").first.evaluate(widths)
-    assert needed <= shown
-    page.close()

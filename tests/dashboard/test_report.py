@@ -59,8 +59,9 @@ def test_a_folder_gets_the_comparison_and_every_run(folder: Path, tmp_path: Path
 
 
 def test_the_limit_of_the_size_is_kept(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    record: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = [record(name, steps=1) for name in "ab"][0].parent
     monkeypatch.setattr(report, "get_plotlyjs", lambda: "/* plotly.js v0 */")
     monkeypatch.setattr(report, "_SCALES", (512, 64))
     whole = write_report(folder, tmp_path / "whole.html").stat().st_size

@@ -1,8 +1,8 @@
 """Paged training equals a plain PyTorch loop to the last bit, whatever is paged and however.
 
-Every case trains 20 steps of two micro-batches under a learning-rate schedule and compares all
-losses, gradient norms, weights and moments. Every step of every case evicts, reloads and writes
-back at least one page.
+Every case trains 8 steps of two micro-batches under a learning-rate schedule, 20 in the slow tier,
+and compares all losses, gradient norms, weights and moments. Every step of every case evicts,
+reloads and writes back at least one page.
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ def check(name: str, loop: Loop, paging: Paging, dtype: torch.dtype = torch.floa
 
 
 UPDATES = ("step", "backward")
+LONG = 20
+
+
+@pytest.fixture(params=[8, pytest.param(LONG, marks=pytest.mark.slow)])
+def steps(request):
+    """By then every order has been recorded, learned and followed again and again."""
+    return request.param
+
 
 # MiB; the state of the models is 22 to 106 MiB
 BUDGETS = {
@@ -96,36 +104,36 @@ def models_and_updates():
 
 
 @pytest.mark.parametrize("name, update", list(models_and_updates()))
-def test_every_model_trains_as_in_plain_pytorch(name, update):
-    check(name, Loop(), paging(name, update=update))
+def test_every_model_trains_as_in_plain_pytorch(name, update, steps):
+    check(name, Loop(steps), paging(name, update=update))
 
 
 @pytest.mark.parametrize("policy", EVERY_POLICY)
-def test_no_policy_changes_a_bit(policy):
-    check("dense", Loop(), paging("dense", policy=policy, update="backward"))
+def test_no_policy_changes_a_bit(policy, steps):
+    check("dense", Loop(steps), paging("dense", policy=policy, update="backward"))
 
 
 @pytest.mark.parametrize(
     "policy", ["cost_aware+random", pytest.param("belady+oracle", marks=pytest.mark.slow)]
 )
-def test_no_policy_changes_a_bit_where_the_order_of_experts_is_free(policy):
-    check(CHECKPOINTED_EXPERTS, Loop(), paging(CHECKPOINTED_EXPERTS, policy=policy))
+def test_no_policy_changes_a_bit_where_the_order_of_experts_is_free(policy, steps):
+    check(CHECKPOINTED_EXPERTS, Loop(steps), paging(CHECKPOINTED_EXPERTS, policy=policy))
 
 
 @pytest.mark.parametrize(
     "name, update",
     [("dense", "backward"), pytest.param(CHECKPOINTED_EXPERTS, "step", marks=pytest.mark.slow)],
 )
-def test_a_home_on_disk_changes_no_bit(name, update):
-    check(name, Loop(), paging(name, home="disk", update=update))
+def test_a_home_on_disk_changes_no_bit(name, update, steps):
+    check(name, Loop(steps), paging(name, home="disk", update=update))
 
 
 @pytest.mark.parametrize(
     "name, update, host_mem", [("dense", "step", 16 * MIB), ("moe", "backward", 40 * MIB)]
 )
-def test_a_home_of_two_tiers_changes_no_bit(name, update, host_mem):
+def test_a_home_of_two_tiers_changes_no_bit(name, update, host_mem, steps):
     """Half of the state lives on disk and half in host memory, and the trace knows which."""
-    run = check(name, Loop(), paging(name, home="host+disk", host_mem=host_mem, update=update))
+    run = check(name, Loop(steps), paging(name, home="host+disk", host_mem=host_mem, update=update))
     moved = run.moved()
     assert set(moved) == {Tier.HOST, Tier.DISK}
     assert all(num_bytes > 20 * MIB for way in moved.values() for num_bytes in way)
@@ -136,33 +144,33 @@ def test_a_home_of_two_tiers_changes_no_bit(name, update, host_mem):
 @pytest.mark.parametrize(
     "name", ["tied, checkpointed", pytest.param(CHECKPOINTED_EXPERTS, marks=pytest.mark.slow)]
 )
-def test_clipping_by_the_global_norm_is_torch_s(name):
-    check(name, Loop(max_grad_norm=0.3), paging(name))
+def test_clipping_by_the_global_norm_is_torch_s(name, steps):
+    check(name, Loop(steps, max_grad_norm=0.3), paging(name))
 
 
-def test_groups_with_rates_and_decays_of_their_own_are_followed():
-    check("moe", Loop(decay_groups=True), paging("moe", update="backward"))
+def test_groups_with_rates_and_decays_of_their_own_are_followed(steps):
+    check("moe", Loop(steps, decay_groups=True), paging("moe", update="backward"))
 
 
-def test_bfloat16_trains_as_in_plain_pytorch():
-    check("all sizes", Loop(), Paging(18 * MIB, update="backward"), torch.bfloat16)
+def test_bfloat16_trains_as_in_plain_pytorch(steps):
+    check("all sizes", Loop(steps), Paging(18 * MIB, update="backward"), torch.bfloat16)
 
 
-def test_evaluation_and_generation_between_steps_change_nothing():
-    check("moe", Loop(evaluate=True), paging("moe", update="backward"))
+def test_evaluation_and_generation_between_steps_change_nothing(steps):
+    check("moe", Loop(steps, evaluate=True), paging("moe", update="backward"))
 
 
 @pytest.mark.parametrize(
     "name, update, order",
     [("moe", "step", "one backward"), ("called twice", "backward", "two backwards")],
 )
-def test_two_forwards_may_come_before_a_backward(name, update, order):
-    check(name, Loop(forwards_first=order), paging(name, update=update))
+def test_two_forwards_may_come_before_a_backward(name, update, order, steps):
+    check(name, Loop(steps, forwards_first=order), paging(name, update=update))
 
 
 @pytest.mark.parametrize("update", ["backward", pytest.param("step", marks=pytest.mark.slow)])
-def test_groups_larger_than_a_page_are_walked_page_by_page(update):
-    check("all sizes", Loop(), Paging(20 * MIB, update=update, page_size=2 * MIB))
+def test_groups_larger_than_a_page_are_walked_page_by_page(update, steps):
+    check("all sizes", Loop(steps), Paging(20 * MIB, update=update, page_size=2 * MIB))
 
 
 @pytest.mark.slow
@@ -172,6 +180,6 @@ def test_groups_larger_than_a_page_are_walked_page_by_page(update):
 @pytest.mark.parametrize("name", models.NAMES)
 def test_the_cross_product_trains_as_in_plain_pytorch(name, policy, home, update):
     clip = 0.3 if update == "step" else None
-    loop = Loop(max_grad_norm=clip, decay_groups=True, evaluate=home == "disk")
+    loop = Loop(LONG, max_grad_norm=clip, decay_groups=True, evaluate=home == "disk")
     page_size = (2 if home == "disk" else 256) * MIB
     check(name, loop, paging(name, policy=policy, home=home, update=update, page_size=page_size))
