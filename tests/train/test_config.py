@@ -309,7 +309,7 @@ paths = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(paths, scalars)
 def test_any_value_is_accepted_and_kept_or_refused_with_its_path(path, value):
     try:

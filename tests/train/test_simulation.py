@@ -38,7 +38,14 @@ def rows(case: Case, policies: list[str], share: float = 0.4, r: float = 1.5) ->
     return [run_policy(case, setting, policy, floors) for policy in policies]
 
 
-@pytest.mark.parametrize("name", [*WORKLOADS, *(n + UNEVEN for n in ("W1", "W2", "W4", "W5b"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *WORKLOADS,
+        *(n + UNEVEN for n in ("W1", "W5b")),
+        *(pytest.param(n + UNEVEN, marks=pytest.mark.slow) for n in ("W2", "W4")),
+    ],
+)
 def test_every_policy_runs_every_workload_and_none_is_faster_than_the_bound(name: str) -> None:
     case = short(name)
     for row in rows(case, ladder()):

@@ -61,6 +61,7 @@ def test_a_page_that_fails_ends_the_run_and_spares_what_was_saved(
         "memory.host_mem": "8MB" if home == "host+disk" else "auto",
         "memory.home_dir": tmp_path,
         "profiler.trace_interval": 1,
+        "train.steps": 5,
     }
     trainer = Trainer(make_config(model, **keys), RunDir(tmp_path / "run"))
     engine = trainer.manager.transfers.engine
@@ -84,7 +85,7 @@ def test_a_page_that_fails_ends_the_run_and_spares_what_was_saved(
     newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert newest is not None and newest.name == "step-000002"
     train(make_config(model, **keys), tmp_path / "run", resume=True)
-    train(make_config(model), tmp_path / "whole")
+    train(make_config(model, **{"train.steps": 5}), tmp_path / "whole")
     resumed, whole = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "whole")
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
 
@@ -128,16 +129,17 @@ class Poisoned(Pretrain):
 @pytest.mark.parametrize("update", ["backward", "step"])
 def test_a_loss_that_is_no_number_ends_the_run(make_config, read_metrics, tmp_path, update):
     keys = {"checkpoint.every": 2, "train.accumulate": 2, "optimizer.update": update}
+    keys["train.steps"] = 4
     config, run_dir = make_config(**keys), tmp_path / "run"
     with pytest.raises(DivergedError) as caught:
-        train(config, run_dir, task=Poisoned(config, bad_step=5))
+        train(config, run_dir, task=Poisoned(config, bad_step=3))
     assert exit_code(caught.value) == FAILURE
     told, lines = str(caught.value), read_metrics(run_dir)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert told.startswith("step 5: the loss is nan, expected a finite number")
-    assert f"last finite loss: {lines[-1]['loss']:.4g} in step 4" in told
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert told.startswith("step 3: the loss is nan, expected a finite number")
+    assert f"last finite loss: {lines[-1]['loss']:.4g} in step 2" in told
     assert "optimizer.lr (now 0.003)" in told and "optimizer.max_grad_norm" in told
-    assert told.endswith(f"--from {run_dir / 'checkpoints' / 'step-000004'}")
+    assert told.endswith(f"--from {run_dir / 'checkpoints' / 'step-000002'}")
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["reason"] == told
     assert summary["final_loss"] == lines[-1]["loss"]
