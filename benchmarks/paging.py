@@ -17,16 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from odc.memory.frames import FRAME_BYTES
-from odc.memory.pager import Pager
-from odc.memory.pages import PageState
-from odc.memory.replay import Accesses, Residency, best_found, budget_for, link_for, synthetic
-from odc.memory.replay.accesses import Moving
+from odc.memory.replay import budget_for, link_for, synthetic
+from odc.memory.replay.first_passes import FirstPass, first_passes
 from odc.memory.replay.online import Model, places_of, used_groups
 from odc.memory.replay.rollout import reached
 from odc.memory.replay.simulate import virtual_drive
@@ -56,16 +50,6 @@ W5 where each pass is told when it begins which layers it will use (`model.hint`
 best schedule found, which knows them of all passes:"""
 FIRST_PASSES = "First passes of visits to a context in W4, over the best found from there:"
 OURS, BASE = "cost_aware+popularity", "lru+next_k"
-
-
-@dataclass(frozen=True)
-class Visit:
-    """The first pass of a visit to a context."""
-
-    step: int
-    ctx: int
-    elapsed_s: float
-    best_found_s: float
 
 
 Rows = dict[tuple[str, float, float], SimRow]  # of the default policy, by workload, C and r
@@ -156,68 +140,15 @@ def told_s(case: Case, setting: Setting) -> float:
     return sum(p.elapsed_ns for p in drive.run().after(case.first).passes) / 1e9
 
 
-def visits(share: float, r: float, moves: int) -> list[Visit]:
+def visits(share: float, r: float, moves: int) -> list[FirstPass]:
     """First passes of the visits of W4, each beside the best found from where it began."""
     workload = synthetic("W4")
-    accesses = Accesses.from_workload(workload)
     budget, link = budget_for(workload, share), link_for(workload, r)
     eviction, prefetch = make_policy(OURS, workload)
     drive = virtual_drive(
         workload, budget_bytes=budget, link=link, eviction=eviction, prefetch=prefetch
     )
-    found = _residency_at_passes(drive.pager)
-    result = drive.run()
-    rows = []
-    for number, one in enumerate(result.passes):
-        if one.step < find("W4").warm_up or not one.first:
-            continue
-        inside = np.flatnonzero(accesses.in_pass == number)
-        part = accesses.part(int(inside[0]), int(inside[-1]) + 1)
-        best = best_found(
-            part,
-            budget // FRAME_BYTES,
-            link.bandwidth_in,
-            link.bandwidth_in,
-            initial=found[number],
-            moves=moves,
-        )
-        rows.append(Visit(one.step, one.ctx, one.elapsed_ns / 1e9, best.elapsed_s))
-    return rows
-
-
-def _residency_at_passes(pager: Pager) -> list[Residency]:
-    """What each pass finds.
-
-    Of queued transfers nothing has happened: a page that waits to be loaded is absent, one that
-    waits to be stored is dirty and has its frames.
-    """
-    found: list[Residency] = []
-    begin_pass = pager.begin_pass
-
-    def noted(ctx: int, tokens: int = 0) -> None:
-        found.append(_residency(pager))
-        begin_pass(ctx, tokens)
-
-    pager.begin_pass = noted  # type: ignore[method-assign]
-    return found
-
-
-def _residency(pager: Pager) -> Residency:
-    table, transfers = pager.table, pager.transfers
-    transfers.poll()
-    resident = np.array([state == PageState.RESIDENT for state in table.state])
-    dirty = np.frombuffer(bytes(table.is_dirty), bool) & resident
-    left_ns, moving = transfers.engine.left_ns, {}
-    for page, ticket in transfers.loading.items():
-        resident[page] = ticket.started
-        if ticket.started:
-            moving["loading"] = Moving(page, left_ns(ticket))
-    for page, storing in transfers.storing.items():
-        resident[page] = True
-        dirty[page] = not storing.ticket.started
-        if storing.ticket.started:
-            moving["storing"] = Moving(page, left_ns(storing.ticket))
-    return Residency(resident, dirty, **moving)
+    return first_passes(drive, link.bandwidth_in, find("W4").warm_up, moves)
 
 
 def visit_table(moves: int) -> Iterator[str]:

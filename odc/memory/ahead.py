@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.issue import Space, Victims, choose_load, choose_write_backs
+from odc.memory.issue import Space, Victims, choose_load, choose_write_backs, take_victims
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState
 from odc.memory.prefetch import LEAVES_NS, Prefetcher
@@ -66,6 +66,7 @@ class Lookahead:
         self.prefetcher = prefetcher
         self.tuning = tuning
         self.created = False
+        self._counted = -1  # entry for which frames on their way out are counted on
         self._stuck: tuple[int, int, int, bool, bool] | None = None
         self._rest, self._rest_version = 0, -1
         self._mark = (transfers.engine.now_ns(), 0)  # when the last pass began, bytes until then
@@ -79,7 +80,7 @@ class Lookahead:
     def begin_pass(self) -> None:
         """Put enough in flight for the longest time without a hook."""
         self._measure_line()
-        self._stuck = None
+        self._stuck, self._counted = None, -1
         order = self.library.order
         if order is not None:
             gap = int(order.longest_ns * self.transfers.bytes_per_ns) + self._largest
@@ -149,15 +150,19 @@ class Lookahead:
         items = self._items() if self._is_limited else None
         order, place = self.library.order, self.library.position
         makes_fresh = bool(order and order.makes_fresh and place >= 0 and order.fresh[place])
+        counted = place < self._counted or (0 <= place == self._counted and not self.created)
         queue = None
         for page, fresh in self.prefetcher.wanted():
-            if transfers.evicting and transfers.rescue(page):
+            reserve = self._reserve(fresh) if makes_fresh else fresh
+            need = frames_of[page]
+            may_stay = not counted or free >= need + reserve
+            if transfers.evicting and may_stay and transfers.rescue(page):
                 free = transfers.available
                 room.keep(page)
                 continue
-            reserve = self._reserve(fresh) if makes_fresh else fresh
-            need = frames_of[page]
             fits = need + reserve <= free
+            may_go_sooner = fits and scheduled and room.lingering
+            free += self._let_go(page, reserve) if may_go_sooner else 0
             if fits and items is None:
                 free -= need
             elif not fits and scheduled and not room.lingering:  # nobody is left to make room
@@ -165,12 +170,14 @@ class Lookahead:
                 return True
             else:
                 if queue is None:
-                    queue = room.victims(self.library.now_ns)
+                    queue = room.victims()
                 space = Space(free, items, reserve)
                 if not self._exchange(page, queue, space, scheduled):
                     return True
                 free, items = space.frames, space.items
-            transfers.load(page, -1, reserve)
+            spare = self._spare(reserve) if reserve and transfers.coming_frames else reserve
+            counted = counted or spare < reserve
+            transfers.load(page, -1, spare)
             if transfers.in_flight_bytes >= enough and (scheduled or self._line_is_fed()):
                 return True
             if scheduled and free <= 0 and not room.lingering and not transfers.evicting:
@@ -178,6 +185,51 @@ class Lookahead:
                 self._stuck = (place, free, len(transfers.loading), self.created, False)
                 return True
         return False
+
+    def _spare(self, reserve: int) -> int:
+        """Free frames that a load leaves for what is made fresh.
+
+        None, if what is on its way out will be gone by then.
+        """
+        transfers = self.transfers
+        place, fresh_in_ns = self._next_fresh()
+        stored_ns = transfers.stored_ns(transfers.store_byte_ns)
+        if max(stored_ns.values(), default=0.0) > fresh_in_ns:
+            return reserve
+        self._counted = place
+        return 0
+
+    def _next_fresh(self) -> tuple[int, float]:
+        """The next entry that makes something fresh, -1 for none; and the computation until it."""
+        order, place = self.library.order, self.library.position
+        if order is None or place < 0:
+            return -1, 0.0
+        ahead_ns = -self.library.live[-1].dur_ns
+        if self.created or not order.entries[place].creates:
+            ahead_ns += order.entries[place].dur_ns
+            place += 1
+        while place < len(order.entries) and not order.entries[place].creates:
+            ahead_ns += order.entries[place].dur_ns
+            place += 1
+        if place == len(order.entries):
+            return -1, 0.0
+        entry = order.entries[place]
+        created = [ns for kind, ns in enumerate(entry.at_ns) if entry.creates >> kind & 1]
+        return place, ahead_ns + min(created)
+
+    def _let_go(self, page: int, reserve: int) -> int:
+        """Evict what a schedule lets go and may be gone before what is on its way out.
+
+        For a load that would have to wait for frames; returns those that come in addition.
+        """
+        table, free = self.table, self.transfers.free
+        if free >= table.frames[page]:
+            return 0
+        short = table.frames[page] + reserve - free
+        until, queue = self.prefetcher.until, self.room.victims()
+        found = take_victims(table, queue, short, until, LEAVES_NS, clean_first=True) or []
+        self.room.evict(found)
+        return sum(table.frames[victim] for victim in found)
 
     def _exchange(self, page: int, queue: Victims, space: Space, scheduled: bool) -> bool:
         """Evict what a load ahead takes the place of; False if it must not be made now."""
@@ -187,7 +239,7 @@ class Lookahead:
             later_than = now + self._margin * (float(until[page]) - now)
         victims = choose_load(self.table, page, queue, until, later_than, space, scheduled)
         if victims is None:
-            self.room.lingering = False
+            self.room.lingering = scheduled and self.room.still_lingers()
             self._stuck = self._situation() if scheduled else None
             return False
         self.room.evict(victims)
@@ -215,7 +267,7 @@ class Lookahead:
     def _clean(self, stores: int, scheduled: bool) -> None:
         """Write back early what will have to go for the loads ahead."""
         transfers = self.transfers
-        victims: Iterable[int] = self.room.victims(self.library.now_ns).first()
+        victims: Iterable[int] = self.room.victims().first()
         frames = self.tuning.lookahead_bytes // FRAME_BYTES - transfers.available
         if scheduled:
             until = self.prefetcher.until
@@ -225,4 +277,4 @@ class Lookahead:
             chosen = choose_write_backs(self.table, victims, transfers.storing, frames, stores)
             for page in chosen:
                 transfers.store(page, early=True)
-            self.room.lingering = bool(chosen)
+            self.room.lingering = bool(chosen) or (scheduled and self.room.still_lingers())

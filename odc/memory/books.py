@@ -17,6 +17,11 @@ from odc.memory.pages import PageTable
 _Booking = Sequence[tuple[Ticket | None, int]]
 
 
+def _stored_as(ticket: Ticket) -> int:
+    """The number of the store that an eviction waits for, -1 for none."""
+    return ticket.after[-1].number if ticket.after else -1
+
+
 class Books:
     """Frames of a pool, as numbers.
 
@@ -81,8 +86,12 @@ class Books:
                 self._comes(ticket, frames)
 
     def _comes(self, ticket: Ticket, frames: int) -> None:
-        """An eviction will give frames back."""
-        self._coming.append((ticket, frames))
+        """An eviction will give frames back: behind those before it, as stores are queued."""
+        coming, at = self._coming, len(self._coming)
+        stored = _stored_as(ticket)
+        while at and _stored_as(coming[at - 1][0]) > stored:
+            at -= 1
+        coming.insert(at, (ticket, frames))
         self.coming_frames += frames
 
     def _comes_whole(self, ticket: Ticket, frames: int) -> bool:

@@ -78,6 +78,7 @@ class Cycle:
         rates: of the lines.
         start: what a run begins with; None for a cycle.
         chance: that the second order of a run follows the first.
+        other, other_chance: what may follow instead; its pages are worth to be kept as well.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class Cycle:
         rates: Rates,
         start: Start | None = None,
         chance: float = 1.0,
+        other: RecordedOrder | None = None,
+        other_chance: float = 0.0,
     ) -> None:
         self.table, self.orders = table, orders
         self.frames = table.frames
@@ -108,6 +111,9 @@ class Cycle:
         self.uses: list[Use] = []
         self.events: list[Event] = []
         self.chance, self.surely = chance, 0
+        self.other_chance = other_chance
+        self.other = [] if other is None else self._first_uses(other)
+        self._far = {page: (1 << 30) + at for at, (page, _) in enumerate(self.other)}
         for number, order in enumerate(orders):
             self._add_order(number, order)
             if number == 0 or start is None:
@@ -118,7 +124,26 @@ class Cycle:
         self.begins_with = start or Start(())
         self.resident = [p for p in self.begins_with.resident if p not in pinned]
         self._link()
+        self.last = self._last_uses() if self.other else {}
         self.rounds = ROUNDS if self.cyclic else 1
+
+    def _first_uses(self, order: RecordedOrder) -> list[tuple[int, float]]:
+        """Pages whose content a pass needs, each with the computation before that."""
+        first: dict[int, float] = {}
+        for place, pages in enumerate(order.uses):
+            for page in pages:
+                if page not in self._pinned:
+                    first.setdefault(page, order.start_ns[place])
+        return list(first.items())
+
+    def _last_uses(self) -> dict[int, int]:
+        """By page of what may follow instead: its last use in what surely comes, if it has one."""
+        wanted = {page for page, _ in self.other}
+        last = {u.page: n for n, u in enumerate(self.uses) if n >= self.num_uses}
+        for number, use in enumerate(self.uses[: self.num_uses]):
+            if self.start[number] < self.surely:
+                last[use.page] = number
+        return {page: u for page, u in last.items() if page in wanted}
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -205,6 +230,6 @@ class Cycle:
         """Number of the event, counted through all turns, that uses a page next after a use."""
         following = self.next[u]
         if following < 0:
-            return 1 << 40
+            return self._far.get(self.uses[u].page, 1 << 40)
         there = self.start[following]
         return (turn + (there <= number)) * len(self.events) + there

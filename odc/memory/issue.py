@@ -16,7 +16,13 @@ from odc.memory.pages import PageTable
 
 
 class Victims(Protocol):
-    """Pages that can go."""
+    """Pages that can go.
+
+    Attributes:
+        is_ordered: those needed last come first.
+    """
+
+    is_ordered: bool
 
     def first(self) -> Iterator[int]:
         """In order; none is taken out."""
@@ -65,7 +71,9 @@ def take_victims(
         if num_frames <= 0:
             break
         if until is not None and until[page] <= later_than:
-            break
+            if queue.is_ordered:
+                break
+            continue
         if clean_first and table.is_dirty[page]:
             dirty.append(page)
             continue

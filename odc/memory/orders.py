@@ -19,15 +19,14 @@ from collections import Counter
 
 import numpy as np
 
+from odc.memory.contexts import Followers, Shapes, base_of
 from odc.memory.events import Phase
 from odc.memory.recorded import FORWARD, MIRRORED, SUFFIX, RecordedOrder
 from odc.memory.stations import Stations, Visit, visit_key
 
 _log = logging.getLogger(__name__)
 
-_PASSES_AHEAD = 8  # passes of a chain
 _NONE = range(0)
-_CONTEXTS_BACK = 6  # contexts that tell which one comes next
 
 
 class OrderLibrary:
@@ -40,7 +39,6 @@ class OrderLibrary:
         skipped: places that the visit that runs has left out.
         live: visits of the pass that runs.
         base_ns: the clock at the beginning of the pass.
-        past: the contexts that ran, this one the last.
         chain: the contexts expected after this one.
         passes: passes begun.
         as_expected: the pass that runs is the one that was expected, and no order has changed.
@@ -59,7 +57,8 @@ class OrderLibrary:
         self.live: list[Visit] = []
         self.base_ns = 0.0
         self.chain: tuple[int, ...] = ()
-        self.next_chance = 0.0
+        self.next_chance = self.other_chance = 0.0
+        self.other = -1
         self.passes = 0
         self.as_expected = False
         self.divergences: Counter[tuple[int, str]] = Counter()
@@ -67,8 +66,13 @@ class OrderLibrary:
         self.tape: list[np.ndarray | None] = [None] * len(stations.sets)
         self.tape_order: list[list[int]] = [[] for _ in stations.sets]
         self.touched: list[np.ndarray | None] = [None] * len(stations.sets)
-        self.past: list[int] = []
-        self._followers: dict[tuple[int, ...], Counter[int]] = {}
+        self._followers = Followers()
+        self._shapes = Shapes()
+
+    @property
+    def past(self) -> list[int]:
+        """The contexts that ran, this one the last."""
+        return self._followers.past
 
     @property
     def diverged(self) -> int:
@@ -77,22 +81,34 @@ class OrderLibrary:
 
     # -- passes ----------------------------------------------------------------------------------
 
-    def begin_pass(self, ctx: int) -> None:
-        """A pass in context ``ctx`` begins; the one before it is recorded."""
-        expected = self.chain[0] if self.chain else None
+    def begin_pass(self, ctx: int, tokens: int = 0) -> None:
+        """A pass in context ``ctx`` begins; the one before it is recorded.
+
+        Args:
+            ctx: its context.
+            tokens: of its batch, 0 if unknown.
+        """
+        expected = base_of(self.chain[0]) if self.chain else None
         changed = self._end_pass()
         if self.order is not None:
             self.base_ns += self.order.total_ns
+        self.as_expected = expected == ctx and not changed
+        known = self.orders.get(ctx)
+        ctx = self._shapes.of(ctx, tokens, known is not None and known.is_forward)
         self.ctx = ctx
         self.order = self.orders.get(ctx)
+        if self.order is None and known is not None:  # the same pages, at another pace
+            self.order = self.orders[ctx] = known.copy()
         self.live = []
         self.position = -1
         self.skipped = _NONE
         self.passes += 1
-        self.past = [*self.past[-_CONTEXTS_BACK + 1 :], ctx]
-        self.as_expected = expected == ctx and not changed
-        self.chain = self._expect()
-        self.next_chance = self._chance_of(self.chain[0])
+        self._followers.begin(ctx)
+        self.chain = self._followers.chain()
+        chances = self._followers.chances()
+        self.next_chance = chances.pop(self.chain[0], 0.0)
+        self.other = max(chances, key=lambda ctx: (chances[ctx], ctx), default=-1)
+        self.other_chance = chances.get(self.other, 0.0)
         self.tape = [None] * len(self.tape)
         self.has_run = bytearray(len(self.has_run))
 
@@ -103,37 +119,8 @@ class OrderLibrary:
         if order is None:
             order = self.orders[self.ctx] = RecordedOrder(self.stations)
         changed = order.record(self.live)
-        self._learn_follower()
+        self._followers.learn()
         return changed
-
-    def _learn_follower(self) -> None:
-        """The past, without the context that just ended, led to it."""
-        past, ended = self.past[:-1], self.past[-1]
-        for length in range(1, len(past) + 1):
-            key = tuple(past[-length:])
-            self._followers.setdefault(key, Counter())[ended] += 1
-
-    def _expect(self) -> tuple[int, ...]:
-        """The contexts that are likely to follow, from the longest past that was seen before."""
-        past, chain = list(self.past), []
-        for _ in range(_PASSES_AHEAD):
-            ctx = past[-1]
-            for length in range(len(past), 0, -1):
-                seen = self._followers.get(tuple(past[-length:]))
-                if seen:
-                    ctx = seen.most_common(1)[0][0]
-                    break
-            chain.append(ctx)
-            past = [*past[-_CONTEXTS_BACK + 1 :], ctx]
-        return tuple(chain)
-
-    def _chance_of(self, ctx: int) -> float:
-        """P(a context is the next), as often as it was, and once something else."""
-        for length in range(len(self.past), 0, -1):
-            seen = self._followers.get(tuple(self.past[-length:]))
-            if seen:
-                return seen[ctx] / (seen.total() + 1.0)
-        return 0.0
 
     def end_update(self) -> None:
         """The optimizer step is over: no set has a gradient any more."""

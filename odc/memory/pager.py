@@ -88,6 +88,7 @@ class Pager:
         self.step = 0
         self.micro = 0
         self.tokens = 0
+        self._ctx = -1
         self._seq = 0
         self._visit: Visit | None = None
         self._remaining: list[int] = []
@@ -117,15 +118,16 @@ class Pager:
 
     def begin_pass(self, ctx: int, tokens: int = 0) -> None:
         """A forward of the whole model begins, in context ``ctx``."""
-        self.library.begin_pass(ctx)
+        self.library.begin_pass(ctx, tokens)
         self.tokens = tokens
+        self._ctx = ctx
         self._visit = None
         self._remaining = []
         if not self.library.as_expected:  # loads ahead were for another pass
             while self.transfers.cancel_one_prefetch():
                 pass
-            self.transfers.rescue_all()
-        self.room.begin_pass(ctx)
+            self.transfers.recall_all()
+        self.room.begin_pass(ctx, self.library.end_ns)
         if self._rehearsal is not None:
             if self.room.planned:
                 self._rehearsal.begin_pass(self.transfers)
@@ -502,7 +504,7 @@ class Pager:
             self.step,
             self.micro,
             phase,
-            self.library.ctx,
+            self._ctx,
             group,
             kind,
             op,

@@ -300,6 +300,7 @@ class OrderPrefetcher:
         self._first = first
         if first is not None:  # it knows what is resident, whenever that came
             self.left = bytearray(len(self.left))
+            self.table.left.clear()
         self._anew = self._anew or schedule is not self._schedule
         self._schedule, self._cycle, self._leaves = schedule, orders, leaves
         self.scheduled = schedule is not None

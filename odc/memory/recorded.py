@@ -8,7 +8,7 @@ predecessors match the last visits best, near ahead first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -93,6 +93,7 @@ class RecordedOrder:
         compiled: how often the rest was worked out.
         is_certain: every pass needs the same pages, and no sets are among them.
         writes: passes change pages.
+        is_forward: passes are forwards and no more.
         keys: of the entries (``visit_key``).
         start_ns: compute from the beginning of the pass to each entry.
         total_ns: compute of a pass.
@@ -117,7 +118,9 @@ class RecordedOrder:
         self.compiled = 0
         self.is_certain = False
         self.writes = False
+        self.is_forward = False
         self.longest_ns = 0.0
+        self._has_times = True
         self._chances: list[float] = []
         self.fresh: list[int] = []
         self.makes_fresh = False
@@ -147,8 +150,11 @@ class RecordedOrder:
         for place, visit in enumerate(live):
             entry = self.entries[place if same else visit.place]
             entry.chance += rate * (1.0 - entry.chance)
-            dur_ns = min(visit.dur_ns, _OUTLIER * entry.dur_ns + _OUTLIER_NS)
-            entry.dur_ns += _SMOOTH * (dur_ns - entry.dur_ns)
+            if self._has_times:
+                dur_ns = min(visit.dur_ns, _OUTLIER * entry.dur_ns + _OUTLIER_NS)
+                entry.dur_ns += _SMOOTH * (dur_ns - entry.dur_ns)
+            else:
+                entry.dur_ns, entry.held_ns, entry.at_ns = visit.dur_ns, 0.0, [0.0] * len(Kind)
             moved = visit.goes != entry.goes
             entry.take(visit)
             if visit.kinds | entry.kinds != entry.kinds or moved:
@@ -156,6 +162,7 @@ class RecordedOrder:
                 grown = True
             if visit.used is not None:
                 entry.used, entry.order = visit.used, visit.order
+        self._has_times = True
         if self.passes > 1 and not (same and self.is_certain):
             visited = [self.entries[place if same else v.place] for place, v in enumerate(live)]
             for entry, following in pairwise(visited):
@@ -164,6 +171,15 @@ class RecordedOrder:
             return False
         self._compile()
         return True
+
+    def copy(self) -> RecordedOrder:
+        """The same entries for passes of another shape, whose times are those of its first."""
+        made = RecordedOrder(self.stations)
+        made.passes = self.passes
+        made.entries = [replace(e, at_ns=e.at_ns[:], followers={}) for e in self.entries]
+        made._has_times = False
+        made._compile()
+        return made
 
     def reach(self, position: int) -> list[float]:
         """P(visited in this pass) of the entries behind ``position``, as far as that tells."""
@@ -263,6 +279,7 @@ class RecordedOrder:
                 self.goes_at.setdefault(page, []).append(place)
         self.is_certain = not self.of_station and min(self._chances, default=0.0) >= CERTAIN
         self.writes = any(entry.writes for entry in entries)
+        self.is_forward = all(entry.phase in FORWARD for entry in entries)
         self._sum_fresh()
 
     def _sum_fresh(self) -> None:

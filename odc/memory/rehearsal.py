@@ -85,7 +85,8 @@ class Rehearsal:
             transfers.rescue_all()
             here = [p for p, absent in enumerate(table.is_absent) if not absent]
             start = Start(here, transfers.in_busy_ns, transfers.stored_ns(rates.store))
-            run = Cycle(table, orders, transfers.num_frames, rates, start, library.next_chance)
+            chances = (library.next_chance, library.orders.get(library.other), library.other_chance)
+            run = Cycle(table, orders, transfers.num_frames, rates, start, *chances)
             schedule = search(run, work=int(_SHARE * order.total_ns / _USE_NS))
         if schedule is None or order is None:
             self.prefetcher.follow(None, [], [])

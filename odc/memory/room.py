@@ -23,40 +23,56 @@ from odc.memory.transfers import Transfers
 from odc.memory.victims import EvictionPolicy, VictimQueue
 
 _STRANGE_NS = UNKNOWN_NS / 8
+_NEVER = float("inf")
+_SOON, _LATER = 1.25, 0.5  # of a load that has to be made again, in this pass and far behind it
+_NEAR = 4  # loads behind the end of this pass that count as soon
 _WEIGHED = 64  # victims that are weighed by when their frames can be had
 
 
 class _SoonFirst:
-    """The front of a queue by when frames can be had: a dirty page's store has to end first.
+    """The front of a queue by what it costs to wait for its frames, and to load the page again.
 
-    A page's use counts as nearer by 1 + its wait, in stores as large as its own.
+    A dirty page's store has to end first, and those before it; until then the line in stands idle
+    once it has done what it has. To load a page again costs somewhat more than a load in this pass,
+    and later about half of one: the line may have time to spare then.
     """
 
-    def __init__(self, room: Room, now: float) -> None:
+    is_ordered = False
+
+    def __init__(self, room: Room) -> None:
         self._room = room
-        self._now = now
 
     def first(self) -> Iterator[int]:
-        room, now = self._room, self._now
+        room = self._room
         victims = room.queue.first()
         front = list(islice(victims, _WEIGHED))
         waits, until = self._waits(front), room.scores
-        front.sort(key=lambda p: (until[p] - now) / (1.0 + waits.get(p, 0.0)), reverse=True)
+        if room.scheduled:  # all that is to leave will: what is gone first makes room first
+            front.sort(key=lambda p: waits.get(p, 0.0) if until[p] > LEAVES_NS else _NEVER)
+        else:
+            busy = room.transfers.in_busy_ns
+            front.sort(key=lambda p: max(waits.get(p, 0.0) - busy, 0.0) + self._again(p))
         yield from front
         yield from victims
 
+    def _again(self, page: int) -> float:
+        """What it costs to load a page again, in ns."""
+        room = self._room
+        time, load_ns = room.scores[page], room.transfers.load_ns(page)
+        if time >= _STRANGE_NS:
+            return 0.0
+        return load_ns * (_SOON if time < room.end_ns + _NEAR * load_ns else _LATER)
+
     def _waits(self, pages: Sequence[int]) -> dict[int, float]:
-        """By page, for dirty ones: stores until its own has ended."""
+        """By page, for dirty ones: time until its store has ended, in ns."""
         table, transfers = self._room.table, self._room.transfers
-        queued, ahead = {}, 0
-        for page in transfers.storing:
-            ahead += table.pages[page].home_bytes
-            queued[page] = ahead
-        dirty = [page for page in pages if table.is_dirty[page]]
-        sizes = [table.pages[page].home_bytes for page in dirty]
+        byte_ns = transfers.store_byte_ns
+        queued = transfers.stored_ns(byte_ns)
+        ahead = max(queued.values(), default=0.0)
         return {
-            page: queued.get(page, ahead + size) / size
-            for page, size in zip(dirty, sizes, strict=True)
+            page: queued.get(page, ahead + table.pages[page].home_bytes * byte_ns)
+            for page in pages
+            if table.is_dirty[page]
         }
 
 
@@ -77,6 +93,7 @@ class Room:
         queue: evictable pages in order.
         scores: (num_pages,) the higher, the sooner a page goes.
         time: virtual time: accesses so far.
+        end_ns: the end of the pass that runs, on the plan's clock.
         lingering: pages that a schedule lets go may still be here.
         planned: pages go by the plan's times of next use.
         chooser: the policy, if it chooses its order at the beginning of a pass.
@@ -94,6 +111,7 @@ class Room:
         self.policy = policy
         self.prefetcher = prefetcher
         self.time = 0
+        self.end_ns = 0.0
         self.lingering = True
         self.chooser = policy if isinstance(policy, Auto | Gate) else None
         if self.chooser is not None:
@@ -114,8 +132,14 @@ class Room:
         self._scores: Any = self.scores.data  # to read one is faster than of an array
         self.queue = VictimQueue(self.table, self.scores)
 
-    def begin_pass(self, ctx: int) -> None:
-        """A pass in context ``ctx`` begins: the order of eviction may change."""
+    def begin_pass(self, ctx: int, end_ns: float) -> None:
+        """A pass in context ``ctx`` begins: the order of eviction may change.
+
+        Args:
+            ctx: its context.
+            end_ns: the end of the pass, on the plan's clock.
+        """
+        self.end_ns = end_ns
         if self.chooser is not None:
             self.chooser.begin_pass(ctx)
             self.reorder()
@@ -194,18 +218,20 @@ class Room:
         first = self.queue.peek()
         return first >= 0 and self._scores[first] >= _STRANGE_NS
 
+    def still_lingers(self) -> bool:
+        """Whether a page is here that a schedule lets go."""
+        first = self.queue.peek()
+        return first >= 0 and self._scores[first] > LEAVES_NS
+
     def keep(self, page: int) -> None:
         """A page that was to go stays; its time of next use holds."""
         self.queue.push(page, float(self.scores[page]))
 
-    def victims(self, now: float) -> VictimQueue | _SoonFirst:
-        """Evictable pages in order; where writes queue up, by when their frames can be had.
-
-        Args:
-            now: on the plan's clock.
-        """
-        if self.transfers.storing and self.planned and not self.scheduled:
-            return _SoonFirst(self, now)
+    def victims(self) -> VictimQueue | _SoonFirst:
+        """Evictable pages in order; where writes queue up, by when their frames can be had."""
+        if self.planned and 1 in self.table.is_dirty:
+            self.transfers.poll()
+            return _SoonFirst(self)
         return self.queue
 
     def evict(self, pages: Sequence[int]) -> None:
@@ -237,7 +263,7 @@ class Room:
         """
         transfers = self.transfers
         while transfers.available < frames:
-            chosen = take_victims(self.table, self.queue, frames - transfers.available)
+            chosen = take_victims(self.table, self.victims(), frames - transfers.available)
             if chosen is not None:
                 self.evict(chosen)
                 return

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from odc.memory.cycle import Cycle, Keep
 from odc.memory.decode import decode
 from odc.memory.rules import Belady, Greedy
+from odc.memory.timely import Timely
 
 WORK = 250_000  # uses that a search may decode: about a third of a second
 _MOVES = 600
@@ -72,6 +73,7 @@ def search(
     keep: Keep = []
     starts: list[Keep | None] = [Belady(cycle, n * largest).run() for n in _SLACKS]
     if not cycle.cyclic:
+        starts += [Timely(cycle).run(), Timely(cycle, largest).run()]
         starts += [_now_first(cycle, keep) for keep in starts if keep is not None]
     starts.append([False] * len(cycle.uses))  # fits wherever anything does
     before = None
@@ -134,7 +136,7 @@ def _save_loads(
     tight = copy.copy(cycle)
     tight.num_frames -= max((cycle.frames[u.page] for u in cycle.uses), default=1)
     count = len(cycle.events)
-    leaving = [u for u in _lasting(cycle) if not keep[u]]
+    leaving = [u for u in _lasting(cycle) if not keep[u] and cycle.next[u] >= 0]
     leaving.sort(key=lambda u: (cycle.start[cycle.next[u]] - cycle.uses[u].end) % count)
     more = True
     while more and moves > 0:
@@ -150,8 +152,11 @@ def _save_loads(
 
 
 def _lasting(cycle: Cycle) -> list[int]:
-    """Uses whose page is used again, whether it stays or leaves in between."""
-    return [u for u, use in enumerate(cycle.uses) if not use.leaves and cycle.next[u] >= 0]
+    """Uses whose page is used again, or may be, whether it stays or leaves in between."""
+    may = {u for u in cycle.last.values() if cycle.next[u] < 0}
+    return [
+        u for u, use in enumerate(cycle.uses) if not use.leaves and (cycle.next[u] >= 0 or u in may)
+    ]
 
 
 def _move(

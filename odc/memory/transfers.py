@@ -135,6 +135,17 @@ class Transfers(Books):
             return 0.0
         return max(self._in_busy_until_ns - self.engine.now_ns(), 0.0)
 
+    @property
+    def store_byte_ns(self) -> float:
+        """What storing a byte takes; that of loading one while nothing was stored, 0 if unknown."""
+        rate = self.bytes_out_per_ns or self.bytes_per_ns
+        return 1.0 / rate if rate else 0.0
+
+    def load_ns(self, page: int) -> float:
+        """What loading a page takes, 0 if unknown."""
+        rate = self.bytes_per_ns
+        return self.table.pages[page].home_bytes / rate if rate else 0.0
+
     def stored_ns(self, store: float) -> dict[int, float]:
         """By page that is stored, about the time until that ends; ``store``: ns a byte."""
         found, ahead = {}, 0
@@ -296,6 +307,8 @@ class Transfers(Books):
         table = self.table
         after: tuple[Ticket, ...] = ()
         storing = self.storing.get(page)
+        if storing is not None and storing.early and self._take_back(page):
+            storing = None  # it would stand behind stores that are queued from now on
         if storing is not None:
             if storing.generation != self._generation[page]:
                 after = (storing.ticket, self.store(page, early=False))
@@ -331,6 +344,13 @@ class Transfers(Books):
         for page in list(self.evicting):
             if self.rescue(page):
                 self.arrived.append(page)
+
+    def recall_all(self) -> None:
+        """Take back every eviction and every store that can be: others may be due now."""
+        self.rescue_all()
+        for page in list(self.storing):
+            if self.table.state[page] == _RESIDENT:
+                self._take_back(page)
 
     def update(self, page: int, gradient: int, run: Callable[[], None]) -> None:
         """Give parameters and their gradient up, and update them at home.

@@ -215,6 +215,7 @@ class Machine:
         rounds: int,
         resident: Sequence[int] | None,
         dirty: Sequence[int] = (),
+        granted: Sequence[float] = (),
     ) -> None:
         self.program, self.leaves = program, leaves
         self.frames = program.table.frames
@@ -230,8 +231,14 @@ class Machine:
         self.moments = deque(m for _ in range(rounds) for m in moments_of(program))
         start = self._link(resident)
         self.free = program.frames - sum(self.frames[need.page] for need in start)
-        self.requests = deque(n for m in self.moments for n in m.needs if n.fetch)
-        self.waiting = deque(n for n in self.requests if not n.created)
+        requests = [n for m in self.moments for n in m.needs if n.fetch]
+        self.waiting = deque(n for n in requests if not n.created)
+        if granted:  # when each gets its frames; those of a moment do in the order of need
+            assert len(granted) == len(requests)
+            requests = [
+                requests[at] for at in sorted(range(len(requests)), key=granted.__getitem__)
+            ]
+        self.requests = deque(requests)
         for need in start:
             if need.at in leaves:
                 self._leave(need)
@@ -336,10 +343,14 @@ def run_schedule(
     leaves: set[Leave],
     resident: Sequence[int] | None = None,
     dirty: Sequence[int] = (),
+    granted: Sequence[float] = (),
 ) -> tuple[int, float, int] | None:
-    """(ticks of a cycle or run, loads in it, the most frames taken), None if it does not fit."""
+    """(ticks of a cycle or run, loads in it, the most frames taken), None if it does not fit.
+
+    ``granted`` gives the order in which requests get their frames; else it is that of need.
+    """
     rounds = 2 if resident is None else 1
-    machine = Machine(program, leaves, rounds, resident, dirty)
+    machine = Machine(program, leaves, rounds, resident, dirty, granted)
     if machine.free < 0 or not machine.run():
         return None
     start = machine.rounds[0] if rounds == 2 else 0

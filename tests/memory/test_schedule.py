@@ -9,11 +9,12 @@ from itertools import product
 import pytest
 
 from odc.memory.cycle import Cycle, Rates, Start
-from odc.memory.decode import decode
+from odc.memory.decode import Lines, decode
 from odc.memory.events import Kind, Op, Phase
 from odc.memory.frames import FRAME_BYTES
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import GroupSpec, PageTable
+from odc.memory.recorded import RecordedOrder
 from odc.memory.rules import Belady
 from odc.memory.schedule import Schedule, search
 from odc.memory.stations import Stations
@@ -88,6 +89,47 @@ def test_of_a_run_the_pass_that_may_follow_counts_as_much_as_it_is_likely() -> N
     assert time(0.25) == pytest.approx(0.75 * time(0.0) + 0.25 * time(1.0))
 
 
+def read_loop(groups: Sequence[int], table: PageTable) -> RecordedOrder:
+    """A pass that reads groups, ten ticks each."""
+    library = OrderLibrary(Stations(table, []))
+    for _ in range(2):
+        library.begin_pass(0)
+        for group in groups:
+            visit = library.visit(library.stations.of_group[group], Phase.FORWARD)
+            visit.note(Kind.PARAMETER, Op.READ, 0)
+            visit.dur_ns = 10.0
+    library.begin_pass(0)
+    return library.orders[0]
+
+
+def test_of_a_run_what_may_follow_instead_counts_by_what_it_would_wait_for() -> None:
+    """Groups 0 and 1 are read now and perhaps again; 2 and 3 are read next, more likely or not."""
+    table = PageTable(FRAME_BYTES)
+    for group in range(4):
+        table.add_group(GroupSpec(f"g{group}", FRAME_BYTES, 0, False), {})
+    table.seal()
+    now, following = read_loop([0, 1], table), read_loop([2, 3], table)
+    rates = Rates(20.0 / FRAME_BYTES, 20.0 / FRAME_BYTES)
+
+    def run(chance: float, other_chance: float) -> Cycle:
+        start = Start([0, 1])
+        return Cycle(table, [now, following], 2, rates, start, chance, now, other_chance)
+
+    cycle = run(0.0, 0.5)
+    kept = {u: page for page, u in cycle.last.items()}
+    assert sorted(kept.values()) == [0, 1]
+    leaves = [u not in kept for u in range(len(cycle.uses))]
+    stay, go = decode(run(0.0, 0.5), [True] * len(cycle.uses)), decode(run(0.0, 0.5), leaves)
+    assert stay is None, "what follows does not fit then"
+    assert go is not None and go[0] == 2 * 10.0 + 0.5 * (2 * 20.0 - 10.0)
+    keeps = {}
+    for chance in (0.2, 0.8):
+        found = search(run(chance, 1.0 - chance))
+        assert found is not None
+        keeps[chance] = sum(found.keep[u] for u in kept)
+    assert keeps[0.2] > keeps[0.8]
+
+
 def test_a_run_waits_for_what_the_lines_have_to_do_when_it_begins() -> None:
     """Everything is loaded; a page of which nothing is needed leaves when its store has ended."""
     table = PageTable(FRAME_BYTES)
@@ -116,23 +158,59 @@ def test_a_run_waits_for_what_the_lines_have_to_do_when_it_begins() -> None:
     assert time(Start([page], stored_ns={page: 4.0}), 1) >= 10.0
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_run_from_what_is_resident_takes_as_long_as_tick_by_tick(seed: int) -> None:
+def decoded_with_times(
+    cycle: Cycle, keep: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> tuple[tuple[float, float] | None, list[float]]:
+    """What ``decode`` says, and the times from which it gives each request its frames."""
+    granted: list[float] = []
+
+    class Noting(Lines):
+        def _load(self, page: int) -> None:
+            granted.append(max(self.load_ns, self.frames_ns))
+            super()._load(page)
+
+        def _make(self, count: int, ready: float) -> float:
+            granted.append(super()._make(count, ready))
+            return granted[-1]
+
+    monkeypatch.setattr("odc.memory.decode.Lines", Noting)
+    return decode(cycle, keep), granted
+
+
+def runs() -> Iterator[tuple[random.Random, Program, Cycle, list[int], list[int]]]:
     """One or two passes, once; some of what is there at the beginning is dirty."""
-    rng = random.Random(seed)
-    program = random_program(seed, 1 + seed % 2)
-    table = program.table
-    here = [page.page for page in table.pages if rng.random() < 0.5]
-    while sum(table.frames[page] for page in here) > program.frames:
-        here.pop()
-    dirty = [page for page in here if rng.random() < 0.5]
-    for page in dirty:
-        table.is_dirty[page] = 1
-    cycle = program.cycle(here)
-    for share in SHARES:
-        keep = [rng.random() < share for _ in cycle.uses]
-        expected = run_schedule(program, leaves_of(cycle, keep), here, dirty)
-        assert decode(cycle, keep) == (None if expected is None else expected[:2])
+    for seed in range(80):
+        rng = random.Random(seed)
+        program = random_program(seed, 1 + seed % 2)
+        table = program.table
+        here = [page.page for page in table.pages if rng.random() < 0.5]
+        while sum(table.frames[page] for page in here) > program.frames:
+            here.pop()
+        dirty = [page for page in here if rng.random() < 0.5]
+        for page in dirty:
+            table.is_dirty[page] = 1
+        yield rng, program, program.cycle(here), here, dirty
+
+
+def test_a_run_from_what_is_resident_takes_as_long_as_tick_by_tick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine gives frames in the order of the times at which ``decode`` does."""
+    faster = 0
+    for rng, program, cycle, here, dirty in runs():
+        for share in SHARES:
+            keep = [rng.random() < share for _ in cycle.uses]
+            found, granted = decoded_with_times(cycle, keep, monkeypatch)
+            in_need = run_schedule(program, leaves_of(cycle, keep), here, dirty)
+            if found is None:
+                assert in_need is None
+                continue
+            ran = run_schedule(program, leaves_of(cycle, keep), here, dirty, granted)
+            assert ran is not None and ran[:2] == found
+            assert ran[2] <= program.frames
+            assert in_need is not None and found[0] <= in_need[0]
+            faster += found[0] < in_need[0]
+    assert faster > 3, "loads began before what is made fresh had taken its frames"
 
 
 def test_the_machine_tells_schedules_apart() -> None:

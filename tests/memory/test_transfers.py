@@ -374,21 +374,95 @@ def test_the_time_until_stores_end_adds_up_in_the_order_of_the_queue() -> None:
     assert s.transfers.stored_ns(1.0) == {2: PAGE, 0: 2 * PAGE}
 
 
-def test_where_stores_queue_the_page_that_is_gone_sooner_goes_first() -> None:
-    """Pages 0 and 1 are used equally late; 1 is stored before 0, and 2 is clean but used sooner."""
-    s = Setup(4, 4, wish=[3])
+def victims(s: Setup) -> list[int]:
+    """Of the first three pages."""
+    return [page for page in s.pager.room.victims().first() if page < 3]
+
+
+def test_where_stores_queue_pages_go_by_what_waiting_and_loading_them_again_costs() -> None:
+    """Page 1 is stored before 0, both are not used again; 2 is clean and is."""
+    s = Setup(5, 5, wish=[3])
     for group in (0, 1):
         s.use(group, Op.WRITE)
     s.use(2)
     room, until = s.pager.room, s.pager.prefetcher.until  # type: ignore[union-attr]
     room.policy.planned = True  # type: ignore[misc]
     room._take_order()
-    until[:4] = 100.0, 99.0, 40.0, 1.0
+    unknown, load_ns = 1e17, s.transfers.load_ns(2)
+    assert load_ns == pytest.approx(PAGE_NS)
+    until[:4] = unknown, unknown - 64.0, 10 * load_ns, 1.0
     for page in (1, 0):
         s.transfers.store(page, early=False)
-    assert list(room.victims(0.0).first())[:3] == [1, 2, 0]  # 99 / 2, 40, 100 / 3
+    assert victims(s) == [2, 1, 0], "far from here: half a load, before one store and two"
+    until[2] = 2 * load_ns
+    room.queue.invalidate()
+    assert victims(s) == [1, 2, 0], "soon: somewhat more than a load"
+    s.transfers.load(4, -1)
+    until[2] = 10 * load_ns
+    room.queue.invalidate()
+    assert victims(s) == [1, 2, 0], "while the line in is busy nothing waits for the store"
     s.settle()
-    assert list(room.victims(0.0).first())[:3] == [0, 1, 2]
+    assert victims(s) == [0, 1, 2], "all are clean: the one used last"
+
+
+def test_a_dirty_page_that_is_not_being_stored_has_its_store_to_wait_for() -> None:
+    s = Setup(3, 3, wish=[2])
+    s.use(0, Op.WRITE)
+    s.use(1)
+    room, until = s.pager.room, s.pager.prefetcher.until  # type: ignore[union-attr]
+    room.policy.planned = True  # type: ignore[misc]
+    room._take_order()
+    until[:3] = 1e17, 100 * PAGE_NS, 1.0
+    assert victims(s)[:2] == [1, 0]
+
+
+def test_frames_are_counted_on_in_the_order_in_which_stores_end() -> None:
+    """Page 1 is stored before 0, though it is evicted after it."""
+    s = Setup(4, 2)
+    for group in (0, 1):
+        s.use(group, Op.WRITE)
+    for page in (1, 0):
+        s.transfers.store(page, early=False)
+    for page in (0, 1):
+        s.transfers.evict(page)
+    s.transfers.load(2, -1)
+    s.transfers.load(3, -1)
+    s.transfers.check()
+    s.settle()
+    loads = [page for kind, page in s.started if kind == CommandKind.LOAD]
+    assert loads[-2:] == [2, 3]
+    arrived = s.transfers.arrived[-2:]
+    assert arrived == [2, 3]
+
+
+def test_an_early_store_of_a_page_that_has_to_go_stands_behind_no_later_one() -> None:
+    s = Setup(4, 3)
+    for group in (0, 1, 2):
+        s.use(group, Op.WRITE)
+    s.transfers.store(0, early=False)
+    s.transfers.store(1, early=True)
+    s.transfers.evict(1)
+    s.transfers.evict(2)
+    s.settle()
+    stores = [page for kind, page in s.started if kind == CommandKind.STORE]
+    assert stores == [0, 1, 2]
+    assert s.stores(1) == 1
+
+
+def test_what_was_to_leave_stays_when_all_is_recalled_and_queued_stores_with_it() -> None:
+    s = Setup(3, 3)
+    for group in range(3):
+        s.use(group, Op.WRITE)
+    for page in range(3):
+        s.transfers.evict(page)
+    s.engine.advance(PAGE_NS // 2)
+    s.transfers.recall_all()
+    s.transfers.check()
+    assert list(s.transfers.storing) == [0], "it has begun"
+    assert s.transfers.bytes_out == PAGE
+    s.settle()
+    assert [s.stores(page) for page in range(3)] == [1, 0, 0]
+    assert s.table.is_dirty[1] and s.table.is_dirty[2] and not s.table.is_dirty[0]
 
 
 def test_the_way_in_is_not_busy_with_what_was_cancelled() -> None:

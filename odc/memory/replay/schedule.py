@@ -64,7 +64,7 @@ class _Run:
         self.access = 0  # the next to begin
         self.compute_end = self.in_end = self.out_end = inf
         self.waits_since = 0.0
-        self.in_hold = self.out_page = self.out_gap = -1
+        self.in_hold = self.in_page = self.out_page = self.out_gap = -1
         self.in_start = 0.0
         self.in_cut = self.out_stale = self.out_dead = self.late = False
         self.free = instance.capacity
@@ -100,9 +100,10 @@ class _Run:
     def _go_on(self, loading: Moving | None, storing: Moving | None) -> None:
         """What moves at the beginning."""
         holds = len(self.instance.page)
-        if loading is not None and self.instance.next_load[holds + loading.page] >= 0:
+        if loading is not None:
             self.state[loading.page], self.gap[loading.page] = _LOADING, -1
             self.in_hold = self.instance.next_load[holds + loading.page]
+            self.in_page = loading.page
             self.in_end = loading.left_ns / 1e9
         if storing is not None:
             self.dirty[storing.page] = True
@@ -352,7 +353,8 @@ class _Run:
                 return False
             self.free -= instance.frames[page]
         self.state[page] = _LOADING
-        self.in_hold, self.in_start, self.in_cut = hold, self.now, False
+        self.in_hold, self.in_page = hold, page
+        self.in_start, self.in_cut = self.now, False
         self.in_end = self.now + duration
         return True
 
@@ -361,6 +363,8 @@ class _Run:
         instance = self.instance
         want = self.want
         if self.in_cut or not want or self.in_end - self.now <= instance.slice_s:
+            return
+        if self.in_hold < 0:  # nobody needs what is being loaded: let it end
             return
         first = instance.first[want[0] % self.width]
         if first != self.access or instance.first[self.in_hold] <= first:
@@ -375,7 +379,7 @@ class _Run:
     def _arrived(self) -> None:
         instance = self.instance
         self.in_end = inf
-        page = instance.page[self.in_hold]
+        page = self.in_page
         if self.in_cut:
             self.state[page] = _CUT
             self.cut.append(page)

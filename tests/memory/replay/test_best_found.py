@@ -271,6 +271,12 @@ def test_what_moves_at_the_start_is_waited_for() -> None:
     before = elapsed_s(Residency(there, nothing))
     coming = elapsed_s(Residency(there, nothing, loading=Moving(0, page_ns)))
     assert coming - before == pytest.approx(page_ns / 1e9)
+    others = passes("forward", 4, 1).part(0, 3)  # three pages of four
+    useless = Residency(np.array([True, False, False, True]), np.zeros(4, bool))
+    plain = best_found(others, 4, rate, rate, initial=useless).elapsed_s
+    useless = replace(useless, loading=Moving(3, page_ns))
+    busy = best_found(others, 4, rate, rate, initial=useless).elapsed_s
+    assert busy - plain == pytest.approx(page_ns / 1e9), "nobody needs it, and it goes on"
     full = np.array([False, False, True])
     leaves = elapsed_s(Residency(full, nothing), 1)
     held = elapsed_s(Residency(full, nothing, storing=Moving(2, page_ns // 2)), 1)
