@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from odc.memory.frames import FRAME_BYTES
-from odc.memory.issue import Space, Victims, choose_load, choose_write_backs, take_victims
+from odc.memory.issue import Space, choose_load, choose_write_backs, take_victims
 from odc.memory.orders import OrderLibrary
 from odc.memory.pages import PageState
 from odc.memory.prefetch import LEAVES_NS, Prefetcher
@@ -150,29 +150,25 @@ class Lookahead:
         items = self._items() if self._is_limited else None
         order, place = self.library.order, self.library.position
         makes_fresh = bool(order and order.makes_fresh and place >= 0 and order.fresh[place])
-        counted = place < self._counted or (0 <= place == self._counted and not self.created)
-        queue = None
+        counted = self._counted >= 0 and self._counts_on(place)
         for page, fresh in self.prefetcher.wanted():
             reserve = self._reserve(fresh) if makes_fresh else fresh
             need = frames_of[page]
-            may_stay = not counted or free >= need + reserve
-            if transfers.evicting and may_stay and transfers.rescue(page):
+            fits = need + reserve <= free
+            if transfers.evicting and (fits or not counted) and transfers.rescue(page):
                 free = transfers.available
                 room.keep(page)
                 continue
-            fits = need + reserve <= free
-            may_go_sooner = fits and scheduled and room.lingering
-            free += self._let_go(page, reserve) if may_go_sooner else 0
             if fits and items is None:
                 free -= need
+                if room.lingering and scheduled:
+                    free += self._let_go(page, reserve)
             elif not fits and scheduled and not room.lingering:  # nobody is left to make room
                 self._stuck = self._situation()
                 return True
             else:
-                if queue is None:
-                    queue = room.victims()
                 space = Space(free, items, reserve)
-                if not self._exchange(page, queue, space, scheduled):
+                if not self._exchange(page, space, scheduled):
                     return True
                 free, items = space.frames, space.items
             spare = self._spare(reserve) if reserve and transfers.coming_frames else reserve
@@ -185,6 +181,10 @@ class Lookahead:
                 self._stuck = (place, free, len(transfers.loading), self.created, False)
                 return True
         return False
+
+    def _counts_on(self, place: int) -> bool:
+        """Whether frames on their way out are counted on at an entry, or at one that follows."""
+        return place < self._counted or (place == self._counted and not self.created)
 
     def _spare(self, reserve: int) -> int:
         """Free frames that a load leaves for what is made fresh.
@@ -226,17 +226,18 @@ class Lookahead:
         if free >= table.frames[page]:
             return 0
         short = table.frames[page] + reserve - free
-        until, queue = self.prefetcher.until, self.room.victims()
+        until, queue = self.prefetcher.until, self.room.victims(LEAVES_NS)
         found = take_victims(table, queue, short, until, LEAVES_NS, clean_first=True) or []
         self.room.evict(found)
         return sum(table.frames[victim] for victim in found)
 
-    def _exchange(self, page: int, queue: Victims, space: Space, scheduled: bool) -> bool:
+    def _exchange(self, page: int, space: Space, scheduled: bool) -> bool:
         """Evict what a load ahead takes the place of; False if it must not be made now."""
         until, later_than = self.prefetcher.until, LEAVES_NS
         if not scheduled:
             now = self.library.now_ns
             later_than = now + self._margin * (float(until[page]) - now)
+        queue = self.room.victims(later_than)
         victims = choose_load(self.table, page, queue, until, later_than, space, scheduled)
         if victims is None:
             self.room.lingering = scheduled and self.room.still_lingers()

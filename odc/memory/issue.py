@@ -16,13 +16,7 @@ from odc.memory.pages import PageTable
 
 
 class Victims(Protocol):
-    """Pages that can go.
-
-    Attributes:
-        is_ordered: those needed last come first.
-    """
-
-    is_ordered: bool
+    """Pages that can go."""
 
     def first(self) -> Iterator[int]:
         """In order; none is taken out."""
@@ -71,9 +65,7 @@ def take_victims(
         if num_frames <= 0:
             break
         if until is not None and until[page] <= later_than:
-            if queue.is_ordered:
-                break
-            continue
+            break
         if clean_first and table.is_dirty[page]:
             dirty.append(page)
             continue

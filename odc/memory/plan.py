@@ -397,10 +397,11 @@ class OrderPrefetcher:
 
     def _note_serials(self, serials: list[int], order: RecordedOrder, number: int) -> None:
         """Write the numbers of first entries in an order over those of later ones."""
-        for page, places in enumerate(order.at):
-            if self.sets.holds[page]:
-                places = order.of_station.get(self.sets.station[page], [])
-            if places:
+        for place in reversed(range(len(order.uses))):
+            for page in order.uses[place]:
+                serials[page] = number + place
+        for station, places in order.of_station.items():
+            for page in self.sets.pages_of[station]:
                 serials[page] = number + places[0]
 
     def _note_uses(

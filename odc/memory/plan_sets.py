@@ -39,6 +39,7 @@ class SetTimes:
         later: (num_pages,) times of next use after the visit that runs.
         holds: for each page, whether it belongs to a set.
         station: for each page, the station of its set; -1 for none.
+        pages_of: by station of a set, its pages.
     """
 
     def __init__(self, library: OrderLibrary, scorer: SetScorer, until: np.ndarray) -> None:
@@ -51,11 +52,13 @@ class SetTimes:
         self.later = np.full(len(until), UNKNOWN_NS)
         self.holds = bytearray(len(until))
         self.station = [-1] * len(until)
+        self.pages_of: dict[int, list[int]] = {}
         self.hints: dict[int, dict[int, float]] = {}  # set -> member -> score
         self._guessed: dict[tuple[int, float, bool], list[int]] = {}  # until scores or hints change
         for groups in self.stations.sets:
             station = self.stations.of_group[groups[0]]
-            for page in self.stations.pages(station, _ALL)[0].tolist():
+            pages = self.pages_of[station] = self.stations.pages(station, _ALL)[0].tolist()
+            for page in pages:
                 self.holds[page] = 1
                 self.station[page] = station
 

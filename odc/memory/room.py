@@ -7,7 +7,8 @@ goes by it; else the policy's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -34,46 +35,69 @@ class _SoonFirst:
 
     A dirty page's store has to end first, and those before it; until then the line in stands idle
     once it has done what it has. To load a page again costs somewhat more than a load in this pass,
-    and later about half of one: the line may have time to spare then.
+    and later about half of one: the line may have time to spare then. Under a schedule all that is
+    to leave will, and what is gone first makes room first.
     """
 
-    is_ordered = False
-
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, later_than: float) -> None:
         self._room = room
+        self._later_than = later_than
 
     def first(self) -> Iterator[int]:
-        room = self._room
-        victims = room.queue.first()
-        front = list(islice(victims, _WEIGHED))
-        waits, until = self._waits(front), room.scores
-        if room.scheduled:  # all that is to leave will: what is gone first makes room first
-            front.sort(key=lambda p: waits.get(p, 0.0) if until[p] > LEAVES_NS else _NEVER)
-        else:
-            busy = room.transfers.in_busy_ns
-            front.sort(key=lambda p: max(waits.get(p, 0.0) - busy, 0.0) + self._again(p))
-        yield from front
+        """Victims in order of cost; the order is made as far as it is asked for.
+
+        What a page costs beside waiting does not fall along the queue. So one that costs no waiting
+        goes at once, behind those before it that wait and are not dearer for it.
+        """
+        scores, later_than = self._room.score_of, self._later_than
+        last = self._room.queue.peek()
+        if last < 0 or scores[last] <= later_than:
+            return
+        is_dirty, wait_ns, cost_of = self._room.table.is_dirty, self._waits(), self._costs()
+        victims = takewhile(lambda page: scores[page] > later_than, self._room.queue.first())
+        held: list[tuple[float, int, int]] = []
+        for number, page in enumerate(islice(victims, _WEIGHED)):
+            cost = cost_of(page)
+            while held and held[0][0] <= cost:
+                yield heappop(held)[2]
+            wait = wait_ns(page) if is_dirty[page] else 0.0
+            if cost + wait > cost:
+                heappush(held, (cost + wait, number, page))
+            else:
+                yield page
+        yield from (page for _, _, page in sorted(held))
         yield from victims
 
-    def _again(self, page: int) -> float:
+    def _costs(self) -> Callable[[int], float]:
         """What it costs to load a page again, in ns."""
         room = self._room
-        time, load_ns = room.scores[page], room.transfers.load_ns(page)
-        if time >= _STRANGE_NS:
-            return 0.0
-        return load_ns * (_SOON if time < room.end_ns + _NEAR * load_ns else _LATER)
+        scores = room.score_of
+        if room.scheduled:
+            return lambda page: 0.0 if scores[page] > LEAVES_NS else _NEVER
+        load = room.transfers.load_ns(room.mean_bytes)
+        near, soon, later = room.end_ns + _NEAR * load, _SOON * load, _LATER * load
 
-    def _waits(self, pages: Sequence[int]) -> dict[int, float]:
-        """By page, for dirty ones: time until its store has ended, in ns."""
-        table, transfers = self._room.table, self._room.transfers
+        def cost(page: int) -> float:
+            time = scores[page]
+            return soon if time < near else later if time < _STRANGE_NS else 0.0
+
+        return cost
+
+    def _waits(self) -> Callable[[int], float]:
+        """How long the line in stands idle until a dirty page's store has ended, in ns."""
+        transfers, pages = self._room.transfers, self._room.table.pages
         byte_ns = transfers.store_byte_ns
         queued = transfers.stored_ns(byte_ns)
         ahead = max(queued.values(), default=0.0)
-        return {
-            page: queued.get(page, ahead + table.pages[page].home_bytes * byte_ns)
-            for page in pages
-            if table.is_dirty[page]
-        }
+        busy = 0.0 if self._room.scheduled else transfers.in_busy_ns
+
+        def wait(page: int) -> float:
+            until = queued.get(page)
+            if until is None:
+                until = ahead + pages[page].home_bytes * byte_ns
+            return max(until - busy, 0.0)
+
+        return wait
 
 
 class NoRoom(Exception):
@@ -94,6 +118,8 @@ class Room:
         scores: (num_pages,) the higher, the sooner a page goes.
         time: virtual time: accesses so far.
         end_ns: the end of the pass that runs, on the plan's clock.
+        score_of: the scores, faster to read one by one.
+        mean_bytes: of a page at home.
         lingering: pages that a schedule lets go may still be here.
         planned: pages go by the plan's times of next use.
         chooser: the policy, if it chooses its order at the beginning of a pass.
@@ -112,6 +138,7 @@ class Room:
         self.prefetcher = prefetcher
         self.time = 0
         self.end_ns = 0.0
+        self.mean_bytes = sum(p.home_bytes for p in table.pages) / max(len(table.pages), 1)
         self.lingering = True
         self.chooser = policy if isinstance(policy, Auto | Gate) else None
         if self.chooser is not None:
@@ -129,7 +156,7 @@ class Room:
             self.scores = prefetcher.until
         elif self.chooser is not None:
             self.scores = self.chooser.scores
-        self._scores: Any = self.scores.data  # to read one is faster than of an array
+        self.score_of: Any = self.scores.data  # to read one is faster than of an array
         self.queue = VictimQueue(self.table, self.scores)
 
     def begin_pass(self, ctx: int, end_ns: float) -> None:
@@ -176,7 +203,7 @@ class Room:
         arrived, is_evictable, scores = (
             self.transfers.arrived,
             self.table.is_evictable,
-            self._scores,
+            self.score_of,
         )
         for page in arrived:
             if not self.planned:
@@ -216,22 +243,26 @@ class Room:
     def _has_strangers(self) -> bool:
         """Pages are here that no pass in sight uses: they go before what a schedule lets go."""
         first = self.queue.peek()
-        return first >= 0 and self._scores[first] >= _STRANGE_NS
+        return first >= 0 and self.score_of[first] >= _STRANGE_NS
 
     def still_lingers(self) -> bool:
         """Whether a page is here that a schedule lets go."""
         first = self.queue.peek()
-        return first >= 0 and self._scores[first] > LEAVES_NS
+        return first >= 0 and self.score_of[first] > LEAVES_NS
 
     def keep(self, page: int) -> None:
         """A page that was to go stays; its time of next use holds."""
         self.queue.push(page, float(self.scores[page]))
 
-    def victims(self) -> VictimQueue | _SoonFirst:
-        """Evictable pages in order; where writes queue up, by when their frames can be had."""
+    def victims(self, later_than: float = -_NEVER) -> VictimQueue | _SoonFirst:
+        """Evictable pages in order; where writes queue up, by when their frames can be had.
+
+        Args:
+            later_than: pages that are needed before may be left out.
+        """
         if self.planned and 1 in self.table.is_dirty:
             self.transfers.poll()
-            return _SoonFirst(self)
+            return _SoonFirst(self, later_than)
         return self.queue
 
     def evict(self, pages: Sequence[int]) -> None:

@@ -141,10 +141,9 @@ class Transfers(Books):
         rate = self.bytes_out_per_ns or self.bytes_per_ns
         return 1.0 / rate if rate else 0.0
 
-    def load_ns(self, page: int) -> float:
-        """What loading a page takes, 0 if unknown."""
-        rate = self.bytes_per_ns
-        return self.table.pages[page].home_bytes / rate if rate else 0.0
+    def load_ns(self, num_bytes: float) -> float:
+        """What a load takes, 0 if unknown."""
+        return num_bytes / self.bytes_per_ns if self.bytes_per_ns else 0.0
 
     def stored_ns(self, store: float) -> dict[int, float]:
         """By page that is stored, about the time until that ends; ``store``: ns a byte."""

@@ -141,8 +141,6 @@ class VictimQueue:
         scores: (num_pages,) float64, changed from outside.
     """
 
-    is_ordered = True
-
     def __init__(self, table: PageTable, scores: np.ndarray) -> None:
         self._table = table
         self._scores: Any = scores.data  # to read one is faster than of an array

@@ -388,7 +388,7 @@ def test_where_stores_queue_pages_go_by_what_waiting_and_loading_them_again_cost
     room, until = s.pager.room, s.pager.prefetcher.until  # type: ignore[union-attr]
     room.policy.planned = True  # type: ignore[misc]
     room._take_order()
-    unknown, load_ns = 1e17, s.transfers.load_ns(2)
+    unknown, load_ns = 1e17, s.transfers.load_ns(PAGE)
     assert load_ns == pytest.approx(PAGE_NS)
     until[:4] = unknown, unknown - 64.0, 10 * load_ns, 1.0
     for page in (1, 0):
