@@ -67,6 +67,7 @@ class Lookahead:
         self.tuning = tuning
         self.created = False
         self._counted = -1  # entry for which frames on their way out are counted on
+        self._short = 0  # frames that what lingers could not make up for; 0: nothing lingers
         self._stuck: tuple[int, int, int, bool, bool] | None = None
         self._rest, self._rest_version = 0, -1
         self._mark = (transfers.engine.now_ns(), 0)  # when the last pass began, bytes until then
@@ -80,7 +81,7 @@ class Lookahead:
     def begin_pass(self) -> None:
         """Put enough in flight for the longest time without a hook."""
         self._measure_line()
-        self._stuck, self._counted = None, -1
+        self._stuck, self._counted, self._short = None, -1, 0
         order = self.library.order
         if order is not None:
             gap = int(order.longest_ns * self.transfers.bytes_per_ns) + self._largest
@@ -163,8 +164,8 @@ class Lookahead:
                 free -= need
                 if room.lingering and scheduled:
                     free += self._let_go(page, reserve)
-            elif not fits and scheduled and not room.lingering:  # nobody is left to make room
-                self._stuck = self._situation()
+            elif scheduled and not room.lingering and need + reserve - free >= max(self._short, 1):
+                self._stuck = self._situation()  # nobody is left to make room
                 return True
             else:
                 space = Space(free, items, reserve)
@@ -241,8 +242,13 @@ class Lookahead:
         victims = choose_load(self.table, page, queue, until, later_than, space, scheduled)
         if victims is None:
             self.room.lingering = scheduled and self.room.still_lingers()
-            self._stuck = self._situation() if scheduled else None
+            if scheduled:
+                self._stuck = self._situation()
+                short = self.table.frames[page] + space.reserve - space.frames
+                self._short = short if self.room.lingering else 0
             return False
+        self.room.lingering = self.room.lingering or self._short > 0
+        self._short = 0
         self.room.evict(victims)
         return True
 
@@ -278,4 +284,4 @@ class Lookahead:
             chosen = choose_write_backs(self.table, victims, transfers.storing, frames, stores)
             for page in chosen:
                 transfers.store(page, early=True)
-            self.room.lingering = bool(chosen) or (scheduled and self.room.still_lingers())
+            self.room.lingering = bool(chosen)
