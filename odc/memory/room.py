@@ -6,9 +6,9 @@ goes by it; else the policy's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -50,13 +50,25 @@ class _SoonFirst:
         goes at once, behind those before it that wait and are not dearer for it.
         """
         scores, later_than = self._room.score_of, self._later_than
-        last = self._room.queue.peek()
-        if last < 0 or scores[last] <= later_than:
+        victims, is_dirty = self._room.queue.first(), self._room.table.is_dirty
+        number = 0
+        for page in victims:
+            if scores[page] <= later_than:
+                return
+            if is_dirty[page]:
+                break
+            yield page
+            number += 1
+        else:
             return
+        rest = takewhile(lambda page: scores[page] > later_than, chain((page,), victims))
+        yield from self._weighed(islice(rest, max(_WEIGHED - number, 0)))
+        yield from rest
+
+    def _weighed(self, victims: Iterable[int]) -> Iterator[int]:
         is_dirty, wait_ns, cost_of = self._room.table.is_dirty, self._waits(), self._costs()
-        victims = takewhile(lambda page: scores[page] > later_than, self._room.queue.first())
         held: list[tuple[float, int, int]] = []
-        for number, page in enumerate(islice(victims, _WEIGHED)):
+        for number, page in enumerate(victims):
             cost = cost_of(page)
             while held and held[0][0] <= cost:
                 yield heappop(held)[2]
@@ -66,7 +78,6 @@ class _SoonFirst:
             else:
                 yield page
         yield from (page for _, _, page in sorted(held))
-        yield from victims
 
     def _costs(self) -> Callable[[int], float]:
         """What it costs to load a page again, in ns."""
