@@ -15,6 +15,7 @@ from math import inf
 from odc.memory.cycle import Cycle, Event, Keep
 
 _NEVER = 1 << 40
+_MOVES = 4  # of pages, for each use and event: a run that takes more goes round in circles
 
 
 class Timely:
@@ -40,6 +41,8 @@ class Timely:
         self.loading, self.load_end = -1, inf
         self.storing, self.store_end, self.is_stale = -1, inf, False
         self.cursor = 0
+        self.holds_back = False  # frames that come free are for what is made fresh now
+        self.moves_left = _MOVES * (len(cycle.uses) + len(cycle.events))
         self._creates = self._next_creations()
         self._most = max((cycle.frames[u.page] for u in cycle.uses if u.created), default=0)
         self._begin()
@@ -73,10 +76,10 @@ class Timely:
             self.load_end = start.load_ns  # of something that is there already
 
     def run(self) -> Keep | None:
-        """What is kept; None if something never fits."""
+        """What is kept; None if something never fits, or only after moving without end."""
         for moment, event in enumerate(self.cycle.events):
             self.moment = moment
-            if not self._event(event):
+            if not self._event(event) or self.moves_left <= 0:
                 return None
         return self.keep
 
@@ -113,11 +116,13 @@ class Timely:
                 return True
             if to_load:
                 self.cursor = min(self.cursor, self.moment)
+            self.holds_back = not to_load and not coming
             self._start()
             at = min(self.load_end, self.store_end)
-            if at == inf:
+            if at == inf or self.moves_left <= 0:
                 return False
             self._go(at)
+            self.holds_back = False
 
     def _end(self, u: int) -> None:
         use = self.cycle.uses[u]
@@ -139,8 +144,9 @@ class Timely:
         while True:
             self._start()
             at = min(self.load_end, self.store_end)
-            if at > until_ns:
+            if at > until_ns or self.moves_left <= 0:
                 return
+            self.moves_left -= 1
             self.at = max(self.at, at)
             if self.load_end <= at:
                 self._arrive()
@@ -199,7 +205,7 @@ class Timely:
             self.store_end = self.at + self.cycle.store_ns[page]
 
     def _load(self) -> None:
-        page, moment = self._wanted()
+        page, moment = (-1, 0) if self.holds_back else self._wanted()
         if page < 0:
             return
         fresh = self._most if self._creates[self.moment + 1] <= moment else 0
