@@ -162,7 +162,7 @@ class Lookahead:
                 continue
             if fits and items is None:
                 free -= need
-                if room.lingering and scheduled:
+                if scheduled and (room.lingering or self._short):
                     free += self._let_go(page, reserve)
             elif scheduled and not room.lingering and need + reserve - free >= max(self._short, 1):
                 self._stuck = self._situation()  # nobody is left to make room
@@ -284,4 +284,5 @@ class Lookahead:
             chosen = choose_write_backs(self.table, victims, transfers.storing, frames, stores)
             for page in chosen:
                 transfers.store(page, early=True)
-            self.room.lingering = bool(chosen)
+            untried = scheduled and not self._short and self.room.still_lingers()
+            self.room.lingering = bool(chosen) or untried
